@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, Integer, UInt64
 
+from jvarlen._common.threads import in_parts
+
 __all__ = [
-    "Kernel", "best_fit", "close_by_budget", "close_by_capacity", "fill_pair_rows", "fill_stream_rows",
-    "paced_arrival", "scaled_key", "wrapped_rows",
+    "Kernel", "best_fit", "close_by_budget", "close_by_capacity", "fill_blocks", "fill_pair_rows", "fill_stream_rows",
+    "paced_arrival", "scaled_key", "take_segments", "wrapped_rows",
 ]  # fmt: skip
 
 _FEW = 2**16  # samples
+_FEW_PACKED = 2**18  # samples of blocks: numba takes 2.5 s for them, Python 6 µs per sample
 _FEW_WAITING = 2**20  # samples of streams, of which a step packs about a quarter: Python takes 1 µs for each
 _FEW_LENGTHS = 2**15  # placed by best fit, where Python takes longer
 _FEW_PAIRS = 2**9  # the time is quadratic in them
@@ -116,6 +119,36 @@ def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " 
             least = capacity[place]
     ends[num_batches] = num_samples
     return ends[: num_batches + 1].copy()
+
+
+def take_segments(
+    values: Int64[np.ndarray, " n"],
+    offsets: Int64[np.ndarray, " S_plus_1"],
+    taken: Int64[np.ndarray, " T"],
+    taken_offsets: Int64[np.ndarray, " T_plus_1"],
+) -> Int64[np.ndarray, " m"]:
+    """Joins the segments `values[offsets[i]:offsets[i+1]]` for each i of `taken`."""
+    joined = np.empty(taken_offsets[-1], values.dtype)
+
+    def copy(begin: int, end: int) -> None:
+        first, last = np.searchsorted(taken_offsets[:-1], [begin, end])
+        _copy_segments(values, offsets, taken[first:last], taken_offsets[first : last + 1], joined)
+
+    in_parts(copy, len(joined))
+    return joined
+
+
+@Kernel
+def _copy_segments(
+    values: Int64[np.ndarray, " n"],
+    offsets: Int64[np.ndarray, " S_plus_1"],
+    taken: Int64[np.ndarray, " T"],
+    taken_offsets: Int64[np.ndarray, " T_plus_1"],
+    joined: Int64[np.ndarray, " m"],
+) -> None:
+    for i, segment in enumerate(taken):
+        # A copy: numba takes a second to compile an assignment to a slice.
+        np.positive(values[offsets[segment] : offsets[segment + 1]], joined[taken_offsets[i] : taken_offsets[i + 1]])
 
 
 @Kernel
@@ -323,3 +356,67 @@ def wrapped_rows(
                 sample += 1
             begin = min(begin + row_length, step_end, begins[min(sample + most, len(begins) - 1)])
     return rows[:num_rows].copy()
+
+
+@functools.partial(Kernel, few=_FEW_PACKED, adds_up=True)
+def fill_blocks(
+    lengths: Int64[np.ndarray, " n"],
+    descending: Int64[np.ndarray, " n"],
+    ends: Int64[np.ndarray, " b"],
+    sizes: Int64[np.ndarray, " K"],
+    most: Int64[np.ndarray, " K"],
+    most_rows: int,
+    carries: bool,
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
+    """Packs blocks by best fit: their samples in rows, where rows end, and the capacity of these."""
+    # `descending` has the samples of each block in the order of placing. With `carries`, those of the last row of a
+    # block go to the next block. Nothing comes back as soon as there must be more than `most_rows`.
+    samples, row_ends, capacity = np.empty_like(lengths), np.empty_like(lengths), np.empty_like(lengths)
+    num_out = num_rows = begin = 0
+    tokens_later, carried = lengths.sum(), descending[:0]
+    for end in ends:
+        num_here, num_taken, num_values = len(carried) + end - begin, 0, 0
+        placed, counts = np.empty(num_here, np.int64), np.zeros(num_here, np.int64)
+        values = np.empty(num_here, np.int64)
+        for place in range(num_here):
+            if begin == end or (num_taken < len(carried) and lengths[carried[num_taken]] >= lengths[descending[begin]]):
+                sample = carried[num_taken]
+                num_taken += 1
+            else:
+                sample = descending[begin]
+                begin += 1
+            placed[place] = sample
+            if place == 0 or lengths[sample] != values[num_values - 1]:
+                values[num_values] = lengths[sample]
+                num_values += 1
+            counts[num_values - 1] += 1
+            tokens_later -= lengths[sample]
+        runs, _ = best_fit(values[:num_values], counts[:num_values], sizes, most, 2 * num_here + 2)
+        row_of, num_in_row, opened, place = values, counts, 0, 0  # their memory serves again
+        num_in_row[:] = 0
+        for run in range(len(runs)):
+            row, per_row, number, size = runs[run, 0], runs[run, 1], runs[run, 2], runs[run, 3]
+            for k in range(number):
+                row_of[place] = row + k // per_row
+                num_in_row[row_of[place]] += 1
+                place += 1
+            while size and opened <= row_of[place - 1]:
+                capacity[num_rows + opened] = size
+                opened += 1
+        first = num_out
+        for row in range(opened):
+            first, num_out = num_out, num_out + num_in_row[row]
+            row_ends[num_rows + row] = num_out
+            num_in_row[row] = first
+        for place in range(num_here):
+            row = row_of[place]
+            samples[num_in_row[row]] = placed[place]
+            num_in_row[row] += 1
+        num_rows += opened
+        if carries and end < len(lengths):
+            num_rows -= 1
+            carried, num_out = samples[first:num_out].copy(), first
+            tokens_later += lengths[carried].sum()
+        if num_rows - (-tokens_later // sizes[-1]) > most_rows:
+            return samples[:0], row_ends[:0], capacity[:0]
+    return samples, row_ends[:num_rows].copy(), capacity[:num_rows].copy()

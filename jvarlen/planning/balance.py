@@ -14,9 +14,9 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_offenders, offenders_where
 from jvarlen._common.keywords import check_keywords
+from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import Bucket, rows_of_steps
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.grouping import take_segments
 from jvarlen.planning.plan import Plan
 
 __all__ = ["balance_plan", "costs_in_units", "packed_row_costs", "rank_costs"]

@@ -6,23 +6,26 @@ Letters: N samples (or rows), n of them in the plan, K buckets, S steps, G group
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
+from jvarlen._common.threads import in_parts
 from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.lengths import PackedOverlong, apply_overlong, is_cut_by
-from jvarlen.planning.order import Pacing, order_samples, random_keys, stable_argsort
+from jvarlen.planning.order import CHUNK, Pacing, order_samples, random_key_chunks, random_keys, stable_argsort
 from jvarlen.planning.rules import PlanRules
 
 __all__ = [
     "BucketTable", "CanonicalSteps", "GroupedSamples", "canonical_steps", "emitted_steps", "first_buckets",
-    "group_by_bucket", "move_steps", "sum_segments", "take_segments",
+    "group_by_bucket", "move_steps", "sum_segments",
 ]  # fmt: skip
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
+_KEY_BITS = 32
 _LATE = 2**62  # no schedule is longer, and adding the steps of an epoch does not overflow
 
 
@@ -32,7 +35,7 @@ class GroupedSamples(NamedTuple):
     ids: Int64[np.ndarray, " n"]
     lengths_by_id: Integer[np.ndarray, " N"]  # cut at the longest bucket, in a small type; of several, their size
     num_samples: Int64[np.ndarray, " K"]
-    place: Int64[np.ndarray, " n"]  # in the order
+    place: Int64[np.ndarray, " n"] | None  # in the order; None where that is the order of the groups, or random
     num_dropped: int
     num_truncated: int
 
@@ -47,15 +50,23 @@ def group_by_bucket(
     """Groups the samples of an order by the first bucket that holds them; sizes are what they count."""
     has_several, overlong = lengths.ndim == 2, rules.overlong
     order = rules.order
-    ids = order_samples(sizes, order, difficulty=rules.difficulty, seed=rules.seed, epoch=rules.epoch)
-    bucket = first_buckets(lengths, bucket_lengths, overlong)[ids]
-    if rules.pacing is not None:
-        has_bucket = bucket < len(bucket_lengths)
-        ranks = _paced_ranks(bucket[has_bucket], rows_per_step, rules)
-        arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
-        ids, bucket = ids[arrived], bucket[arrived]
-    place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
-    ids, num_samples = ids[place], np.bincount(bucket, minlength=len(bucket_lengths) + 1)
+    place, key_bits = None, len(bucket_lengths).bit_length() + _KEY_BITS + len(lengths).bit_length()
+    if rules.is_plain and not has_several and order.by == "length":  # sorted by (length, id), samples are grouped
+        ids = stable_argsort(lengths)
+        num_up_to = np.searchsorted(lengths, bucket_lengths, side="right", sorter=ids)
+        num_samples = np.diff(num_up_to, prepend=0, append=len(lengths))
+    elif rules.is_plain and not has_several and order.by == "shuffle" and key_bits <= 64:
+        ids, num_samples = _sort_by_random_key(lengths, bucket_lengths, rules)
+    else:
+        ids = order_samples(sizes, order, difficulty=rules.difficulty, seed=rules.seed, epoch=rules.epoch)
+        bucket = first_buckets(lengths, bucket_lengths, overlong)[ids]
+        if rules.pacing is not None:
+            has_bucket = bucket < len(bucket_lengths)
+            ranks = _paced_ranks(bucket[has_bucket], rows_per_step, rules)
+            arrived = np.concatenate([np.flatnonzero(has_bucket)[ranks], np.flatnonzero(~has_bucket)])
+            ids, bucket = ids[arrived], bucket[arrived]
+        place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
+        ids, num_samples = ids[place], np.bincount(bucket, minlength=len(bucket_lengths) + 1)
     # Samples longer than all buckets are the last group, or cut in the one before it.
     max_length = bucket_lengths[-1].tolist()
     num_fitting = len(ids) - int(num_samples[-1])
@@ -71,7 +82,31 @@ def group_by_bucket(
     if not has_several:
         by_id = np.empty(len(lengths), np.min_scalar_type(max_length))
         np.minimum(lengths, max_length, out=by_id, casting="unsafe")
-    return GroupedSamples(ids[:num_left], by_id, num_samples, place[:num_left], *counts)
+    return GroupedSamples(ids[:num_left], by_id, num_samples, None if place is None else place[:num_left], *counts)
+
+
+def _sort_by_random_key(
+    lengths: Int64[np.ndarray, " N"], bucket_lengths: Int64[np.ndarray, " K"], rules: PlanRules
+) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " K_plus_1"]]:
+    """Ids by bucket and random key, and how many each bucket has: bucket, key and id are one integer, sorted once."""
+    index_bits = len(lengths).bit_length()
+    bucket_of_length = BucketTable(bucket_lengths, rules.overlong)
+    first_of_bucket = np.arange(1, len(bucket_lengths) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
+    bucket_bits = np.append(np.uint64(0), first_of_bucket)
+    packed = np.empty(len(lengths), np.uint64)
+
+    def pack(first: int, end: int) -> None:
+        for start, keys in random_key_chunks(end - first, seed=rules.seed, epoch=rules.epoch, start=first):
+            chunk = slice(first + start, first + start + len(keys))
+            np.left_shift(keys, np.uint64(index_bits), out=packed[chunk])
+            packed[chunk] |= np.arange(chunk.start, chunk.stop, dtype=np.uint64)
+            packed[chunk] |= bucket_bits[bucket_of_length(lengths[chunk])]
+
+    in_parts(pack, len(lengths))
+    packed.sort()
+    num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
+    packed &= np.uint64(2**index_bits - 1)
+    return packed.view(np.int64), num_samples
 
 
 def first_buckets(
@@ -160,20 +195,18 @@ def sum_segments(
     ids: Int64[np.ndarray, " n"] | None = None,
 ) -> Int64[np.ndarray, " S"]:
     """int64[S], the sum of segments of values, or of the values of ids; no segment is empty."""
-    part = values[: offsets[-1]] if ids is None else values[ids]
-    return np.add.reduceat(part, offsets[:-1], dtype=np.int64)
+    sums, starts = np.empty(len(offsets) - 1, np.int64), offsets[:-1]
 
+    def add(begin: int, end: int) -> None:
+        # NumPy converts all that it sums to int64 at once, so it gets one chunk after the other.
+        cuts = np.unique(np.searchsorted(starts, [*range(begin, end, CHUNK), end]))
+        for first, last in itertools.pairwise(cuts.tolist()):
+            here = slice(offsets[first], offsets[last])
+            part = values[here] if ids is None else values.take(ids[here], mode="clip")  # twice as fast
+            sums[first:last] = np.add.reduceat(part, starts[first:last] - here.start, dtype=np.int64)
 
-def take_segments(
-    values: Int64[np.ndarray, " n"],
-    offsets: Int64[np.ndarray, " S_plus_1"],
-    taken: Int64[np.ndarray, " T"],
-    taken_offsets: Int64[np.ndarray, " T_plus_1"],
-) -> Int64[np.ndarray, " m *D"]:
-    """Joins the segments `values[offsets[i]:offsets[i+1]]` for each i of `taken`."""
-    places = np.repeat(offsets[taken] - taken_offsets[:-1], np.diff(taken_offsets))
-    places += np.arange(len(places))
-    return values[places]
+    in_parts(add, int(offsets[-1]))
+    return sums
 
 
 def emitted_steps(

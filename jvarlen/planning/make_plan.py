@@ -15,6 +15,7 @@ from jaxtyping import Int64, UInt64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, list_first, list_offenders
 from jvarlen._common.keywords import check_keywords
+from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.balance import balance_plan, packed_row_costs
 from jvarlen.planning.buckets import (
     AnyBucket,
@@ -26,14 +27,7 @@ from jvarlen.planning.buckets import (
 )
 from jvarlen.planning.budget import Budget, CostFn, PlanBudgetFields, evaluate_cost, takes_budget
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.grouping import (
-    canonical_steps,
-    emitted_steps,
-    first_buckets,
-    group_by_bucket,
-    sum_segments,
-    take_segments,
-)
+from jvarlen.planning.grouping import canonical_steps, emitted_steps, first_buckets, group_by_bucket, sum_segments
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_features, check_sample_lengths, sample_sizes
 from jvarlen.planning.make_buckets import choose_any_buckets
 from jvarlen.planning.order import Order, Pacing, as_order, check_difficulty, check_seed
@@ -365,7 +359,7 @@ def _plan_lengths(lengths: Int64[np.ndarray, " N *sides"], buckets: Buckets[AnyB
     rows_per_step = rows_of_steps(buckets)
     samples = group_by_bucket(lengths, sizes, buckets.lengths, rows_per_step, rules)
     steps = canonical_steps(samples.num_samples, rows_per_step)
-    last_place = samples.place[steps.offsets[1:] - 1]
+    last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(steps, rules, last_place, len(lengths), buckets.row_sizes)
     offsets, ids = steps.offsets, samples.ids
     if (np.diff(emitted) != 1).any():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -21,14 +21,15 @@ from jvarlen._common.settings import Settings
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
-    "BUFFER_STREAM", "ROWS_STREAM", "Order", "OrderSettings", "OrderWord", "Pacing", "as_order", "block_order",
-    "check_difficulty", "check_seed", "competence_pacing", "linear_pacing", "order_samples",
+    "BUFFER_STREAM", "CHUNK", "ROWS_STREAM", "Order", "OrderSettings", "OrderWord", "Pacing", "as_order", "block_order",
+    "check_difficulty", "check_seed", "competence_pacing", "linear_pacing", "order_samples", "random_key_chunks",
     "random_keys", "sample_order", "stable_argsort",
 ]  # fmt: skip
 
 Pacing = Callable[[npt.ArrayLike], Float64[np.ndarray, "..."]]
 OrderWord = Literal["dataset", "length", "length_descending", "shuffle"]
 
+CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
 _VALUES_PER_PHILOX_BLOCK = 4
 _FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
 
@@ -170,11 +171,29 @@ def order_samples(
         ids = stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
     if block_size is None:
         return ids
-    # Each block of consecutive places by (key, id).
-    keys, block = random_keys(num_samples, seed=seed, epoch=epoch)[ids], np.arange(len(ids)) // block_size
-    if is_shuffle:
-        block = np.argsort(block_order(int(block[-1]) + 1, seed=seed, epoch=epoch))[block]
-    return ids[np.lexsort((ids, keys, block))]
+    return _shuffle_within_blocks(ids, num_samples, block_size, is_shuffle, seed, epoch)
+
+
+def _shuffle_within_blocks(
+    ids: Int64[np.ndarray, " n"], num_samples: int, block_size: int, shuffle_blocks: bool, seed: int, epoch: int
+) -> Int64[np.ndarray, " n"]:
+    """Sorts each block of consecutive places by (key, id), as rows of a matrix whose last row is filled up."""
+    block_size = min(block_size, len(ids))
+    num_blocks = -(-len(ids) // block_size)
+    index_bits = max(1, (num_samples - 1).bit_length())
+    filler = np.iinfo(np.uint64).max  # above every key and id, so that it comes last in its block
+    packed = np.full(num_blocks * block_size, filler, np.uint64)
+    packed[: len(ids)] = random_keys(num_samples, seed=seed, epoch=epoch)[ids] << np.uint64(index_bits)
+    packed[: len(ids)] |= ids.view(np.uint64)
+    blocks = packed.reshape(num_blocks, block_size)
+    blocks.sort(axis=1)
+    if shuffle_blocks:
+        blocks = blocks[block_order(num_blocks, seed=seed, epoch=epoch)]
+    packed = blocks.reshape(-1)
+    if len(ids) < len(packed):
+        packed = packed[packed != filler]
+    packed &= np.uint64(2**index_bits - 1)
+    return packed.view(np.int64)
 
 
 def block_order(num_blocks: int, *, seed: int, epoch: int) -> Int64[np.ndarray, " blocks"]:
@@ -184,11 +203,22 @@ def block_order(num_blocks: int, *, seed: int, epoch: int) -> Int64[np.ndarray, 
 
 def random_keys(count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0) -> UInt64[np.ndarray, " count"]:
     """Values `start` to `start + count - 1` of a 32-bit stream of (seed, epoch)."""
+    values = np.empty(count, np.uint64)
+    for first, chunk in random_key_chunks(count, seed=seed, epoch=epoch, start=start, stream=stream):
+        values[first : first + len(chunk)] = chunk
+    return values
+
+
+def random_key_chunks(
+    count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0
+) -> Iterator[tuple[int, UInt64[np.ndarray, " chunk"]]]:
+    """The values of `random_keys` in chunks that stay in the cache, each with the place of its first in the result."""
     philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=np.array([0, 0, 0, stream], np.uint64))
     blocks, skipped = divmod(start, _VALUES_PER_PHILOX_BLOCK)
     philox.advance(blocks)
     philox.random_raw(skipped)
-    return philox.random_raw(count) >> np.uint64(32)
+    for first in range(0, count, CHUNK):
+        yield first, philox.random_raw(min(CHUNK, count - first)) >> np.uint64(32)
 
 
 def stable_argsort(keys: Shaped[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
@@ -207,7 +237,9 @@ def stable_argsort(keys: Shaped[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
     else:
         packed = keys.astype(np.uint64) - np.uint64(smallest % 2**64)  # it wraps, so this is right whatever the signs
     packed = packed << np.uint64(index_bits)
-    packed |= np.arange(len(keys), dtype=np.uint64)
+    for start in range(0, len(keys), CHUNK):
+        part = packed[start : start + CHUNK]
+        part |= np.arange(start, start + len(part), dtype=np.uint64)
     packed.sort()
     packed &= np.uint64(2**index_bits - 1)
     return packed.view(np.int64)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen.planning import lengths as sample_lengths
-from jvarlen.planning._kernels import best_fit, fill_pair_rows
+from jvarlen.planning._kernels import best_fit, fill_blocks, fill_pair_rows
 from jvarlen.planning.order import stable_argsort
 
 __all__ = ["NO_MOST", "RowSizes", "Rows", "num_rows_at_once", "place_in_rows", "rows_by_tokens"]
@@ -47,27 +47,22 @@ def place_in_rows(
     most_rows: int = 2**62,
     carries: bool = True,
 ) -> Rows:
-    """Packs block by block; no rows as soon as there must be more than `most_rows`.
+    """Packs block by block; not to the end where the rows are more than `most_rows`.
 
     The samples of the last row of a block go to the next block, if it carries them.
     """
-    place = _place_at_once if lengths.ndim == 1 else _place_pairs
-    which, num_in_row, capacity = [], [], []
-    carried, begin, num_rows = np.empty(0, np.int64), 0, 0
-    for end in block_ends.tolist():
-        samples = np.concatenate([carried, np.arange(begin, end)])
-        rows = place(lengths[samples], sizes)
-        num_kept = len(rows.capacity) - (carries and end < len(lengths))
-        num_rows += num_kept
-        if num_rows > most_rows:
-            return Rows(carried[:0], np.zeros(1, np.int64), carried[:0])
-        placed, kept = samples[rows.which], int(rows.offsets[num_kept])
-        which.append(placed[:kept])
-        num_in_row.append(np.diff(rows.offsets[: num_kept + 1]))
-        capacity.append(rows.capacity[:num_kept])
-        carried, begin = np.sort(placed[kept:]), end
-    offsets = np.cumulative_sum(np.concatenate(num_in_row), include_initial=True)
-    return Rows(np.concatenate(which), offsets, np.concatenate(capacity))
+    if lengths.ndim == 2:
+        return _place_pairs(lengths, block_ends, sizes, carries)
+    if len(block_ends) == 1:
+        return _place_at_once(lengths, sizes)
+    block = np.repeat(np.arange(len(block_ends)), np.diff(block_ends, prepend=0))
+    longest = int(lengths.max())
+    if len(block_ends) * (longest + 1) < 2**62:
+        descending = stable_argsort(block * (longest + 1) + (longest - lengths))
+    else:
+        descending = np.lexsort([-lengths, block])
+    which, ends, capacity = fill_blocks(lengths, descending, block_ends, *sizes, most_rows, carries)
+    return Rows(which, np.append(0, ends), capacity)
 
 
 def _place_at_once(lengths: Int64[np.ndarray, " n"], sizes: RowSizes) -> Rows:
@@ -111,10 +106,19 @@ def rows_by_tokens(
     return np.concatenate([opened, size, size - space]), np.concatenate([num_opened, -num_alike, num_alike])
 
 
-def _place_pairs(lengths: Int64[np.ndarray, "n 2"], sizes: RowSizes) -> Rows:
-    """Packs pairs."""
-    backwards = np.arange(len(lengths))[::-1]  # so that of equal pairs the first comes last
-    ascending = backwards[np.lexsort(lengths[backwards].T[::-1])]
-    places, rows = fill_pair_rows(lengths[ascending], sizes.lengths, int(sizes.most[0]), ascending[:0], NO_MOST)
-    offsets = np.cumulative_sum(np.bincount(rows), include_initial=True)
-    return Rows(ascending[places], offsets, np.tile(sizes.lengths, (len(offsets) - 1, 1)))
+def _place_pairs(
+    lengths: Int64[np.ndarray, "n 2"], block_ends: Int64[np.ndarray, " b"], sizes: RowSizes, carries: bool
+) -> Rows:
+    """Packs blocks of pairs, each with those of the last row of the one before, if it carries them."""
+    placed, row_of = [], []
+    carried, begin, num_rows = np.empty(0, np.int64), 0, 0
+    for end in block_ends.tolist():
+        pairs = np.concatenate([carried, np.arange(begin, end)])[::-1]
+        pairs = pairs[np.lexsort(lengths[pairs].T[::-1])]
+        places, rows = fill_pair_rows(lengths[pairs], sizes.lengths, int(sizes.most[0]), carried[:0], NO_MOST)
+        last = int(rows[-1]) if carries and end < len(lengths) else len(lengths)
+        placed.append(pairs[places[rows < last]])
+        row_of.append(num_rows + rows[rows < last])
+        carried, begin, num_rows = np.sort(pairs[places[rows == last]]), end, num_rows + min(last, int(rows[-1]) + 1)
+    offsets = np.cumulative_sum(np.bincount(np.concatenate(row_of)), include_initial=True)
+    return Rows(np.concatenate(placed), offsets, np.tile(sizes.lengths, (len(offsets) - 1, 1)))

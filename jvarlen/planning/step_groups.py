@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
+from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Buckets, rows_of_steps
-from jvarlen.planning.grouping import take_segments
 from jvarlen.planning.order import stable_argsort
 
 __all__ = ["StepGroups", "group_steps", "permute_steps"]

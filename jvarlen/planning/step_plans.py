@@ -13,10 +13,11 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError
 from jvarlen.planning import packing as packings
+from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket, Bucket, Buckets, CountedSamples
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.group_shapes import choose_group_shapes, spread_lengths
-from jvarlen.planning.grouping import first_buckets, move_steps, sum_segments, take_segments
+from jvarlen.planning.grouping import first_buckets, move_steps, sum_segments
 from jvarlen.planning.lengths import FittedLengths, apply_overlong, check_features, is_cut_by, sample_sizes
 from jvarlen.planning.make_buckets import choose_any_buckets
 from jvarlen.planning.order import order_samples

@@ -21,6 +21,7 @@ StepSize: TypeAlias = npt.ArrayLike | Callable[[int, int], int]
 """One for all steps; one for each step of all epochs; or f(step, tokens_seen), from what came before the step."""
 
 _MOST = 2**63 - 1
+_WIDE = 8  # group ids up to this many times the samples number a table as they are
 
 
 class OrderedSamples(NamedTuple):
@@ -47,7 +48,7 @@ class GroupIds:
                 f"{listed}"
             )
         self.of_samples: Int64[np.ndarray, " N"] = values.astype(np.int64)
-        self._numbers = np.unique(self.of_samples, return_inverse=True)[1]  # small, and equal where ids are
+        self._numbers = _numbers_of(self.of_samples)
 
     def bring_together(self, ids: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Samples in an order, in which all of a group id come where its first one came."""
@@ -187,10 +188,17 @@ def check_shared_steps(
     """Raises ValueError where samples of one group id are in several steps, or a sample has no group id."""
     if len(group_ids) <= sample_ids.max() or group_ids.min() < 0:
         raise UserError("group_ids must be at least 0, one for every sample")
-    numbers = np.unique(group_ids, return_inverse=True)[1][sample_ids]
+    numbers = _numbers_of(group_ids)[sample_ids]
     step = np.repeat(np.arange(len(step_offsets) - 1), np.diff(step_offsets))
     last = np.empty(int(numbers.max()) + 1, np.int64)
     last[numbers] = step
     if (apart := last[numbers] != step).any():
         listed = list_offenders(np.unique(group_ids[sample_ids[apart]]), name="group id")
         raise UserError(f"samples of one group id are in several steps: {listed}")
+
+
+def _numbers_of(group_ids: Int64[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
+    """Small numbers that are equal where group ids are."""
+    if group_ids.max() < _WIDE * len(group_ids):
+        return group_ids
+    return np.unique(group_ids, return_inverse=True)[1]

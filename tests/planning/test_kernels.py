@@ -96,6 +96,32 @@ print("numba" in sys.modules)
 
 
 @needs_numba
+@unhurried
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    block_size=st.integers(1, 30),
+    most=st.integers(1, 40),
+)
+def test_blocks_are_filled_alike_compiled_and_plain(lengths, block_size, most):
+    column = np.array(lengths)
+    block = np.arange(len(column)) // block_size
+    descending = np.lexsort((-column, block))
+    ends = np.append(np.flatnonzero(np.diff(block)) + 1, len(column))
+    kernel = kernels.fill_blocks
+    for most_rows in (most, 2**62):
+        found = [
+            fill(column, descending, ends, np.array([12, 20]), np.array([2, 3]), most_rows, True)
+            for fill in (kernel.compiled, kernel.py_func)
+        ]
+        assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+    samples, row_ends, capacity = found[0]
+    assert sorted(samples.tolist()) == list(range(len(column)))
+    assert (np.add.reduceat(column[samples], np.append(0, row_ends[:-1])) <= capacity).all()
+    stopped = kernel.py_func(column, descending, ends, np.array([12, 20]), np.array([2, 3]), most, True)[1]
+    assert len(stopped) == (len(row_ends) if len(row_ends) <= most else 0)
+
+
+@needs_numba
 def test_rows_of_pairs_are_filled_alike_compiled_and_plain():
     pairs = np.random.default_rng(0).integers(1, [30, 40], (200, 2))
     pairs = pairs[np.lexsort(pairs.T[::-1])]
