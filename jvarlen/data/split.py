@@ -10,7 +10,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.data.samples import Sample, num_samples_of, to_tokens
+from jvarlen.data.samples import Sample, describe_fields, num_samples_of, to_tokens
 from jvarlen.data.tokens import Subset
 from jvarlen.planning.lengths import DataSource
 
@@ -73,6 +73,8 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
 
 def sample_hash(sample: Sample) -> int:
     """A hash of the tokens of a sample in any container: the first 62 bits of SHA-256 of bytes, or of int64."""
+    if described := describe_fields(sample):
+        raise UserError(f"split_held_out takes samples of tokens, not {described}: divide them, Split(train, held_out)")
     tokens = to_tokens(sample)
     content = tokens.astype(np.uint8 if tokens.dtype == np.uint8 else "<i8", copy=False).tobytes()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> (64 - _HASH_BITS)

@@ -143,7 +143,8 @@ def fit(
         )
     if data is not None and not (hasattr(data, "train") and hasattr(data, "held_out")):
         raise UserError(
-            "data must be Split(train, held_out), which split_held_out(samples, 0.02) makes, both of jvarlen.data; "
+            "data must be Split(train, held_out), which split_held_out(tokens, 0.02) makes, both of "
+            "jvarlen.data.split; samples with fields you divide yourself; "
             f"this is of type {type(data).__name__}"
         )
     if config.dry_run:

@@ -18,6 +18,13 @@ def test_each_side_has_a_sample_whatever_the_share(num_samples, fraction):
     assert min(len(train), len(held_out)) == 1 or fraction == 0.02
 
 
+def test_samples_with_fields_are_told_to_be_divided_by_their_owner():
+    with pytest.raises(
+        UserError, match=r"not dict with the keys 'mel', 'text': divide them, Split\(train, held_out\)$"
+    ):
+        split_held_out([{"mel": [[0.5]], "text": [1]}] * 3, 0.5)
+
+
 @pytest.mark.parametrize(("num_samples", "said"), [(0, "0"), (1, "1"), (3, "3 that are all alike")])
 def test_samples_that_are_all_alike_cannot_be_split(num_samples, said):
     with pytest.raises(

@@ -196,8 +196,22 @@ def test_models_that_are_not_one_graph_a_bucket_are_refused(model, said):
         compile_eagerly(model(), BUCKETS)
 
 
+def test_a_loss_of_named_fields_is_told_what_to_compile():
+    def loss_fn(model, batch):
+        return model(batch["features"]).sum(), batch["lengths"].sum()
+
+    with pytest.raises(RuntimeError) as raised:
+        compile_eagerly(Tiny(), BUCKETS, loss_fn=loss_fn)
+    assert "torch.compile(model, dynamic=False)" in "".join(raised.value.__notes__)
+
+
 @pytest.mark.parametrize(
-    ("buckets", "said"), [([(2, 4, 4)], r"several like \(2, 4, 4\)"), ([(2, 8), (2, 8)], "ascending")], ids=str
+    ("buckets", "said"),
+    [
+        ([(2, 4, 4)], r"several like \(2, 4, 4\)\. .*several lengths, call torch\.compile\(model, dynamic=False\)"),
+        ([(2, 8), (2, 8)], "ascending"),
+    ],
+    ids=str,
 )
 def test_buckets_that_cannot_be_compiled_are_refused(buckets, said):
     with pytest.raises(ValueError, match=said):

@@ -230,6 +230,17 @@ def test_what_stays_of_long_samples_is_what_the_plan_says(overlong, collator, pa
             assert batch["input_ids"][row].tolist() == tokens + [0] * (6 - len(tokens))
 
 
+def test_the_second_length_of_a_tensor_of_another_name_is_an_error_that_says_which_names_have_it():
+    plan = torch_ref.make_plan([(4, 2), (5, 3)], [(2, 5, 4)])
+    samples = [{"mel": torch.ones(4, 80), "text": torch.ones(2)}, {"mel": torch.ones(5, 80), "text": torch.ones(3)}]
+    both = torch_ref.pad_to_bucket(default_collate, plan, pad={"mel": 0, "text": 0})
+    with pytest.raises(ValueError, match=r"second axes have sizes.*names that begin with decoder_ or target"):
+        batches_of(plan, samples, both)
+    frames = torch_ref.pad_to_bucket(default_collate, plan, pad={"mel": 0, "text": ("row", 0)})
+    with pytest.raises(ValueError, match=r"of the target; the second length is that of labels"):
+        batches_of(plan, samples, frames)
+
+
 def test_two_lengths_are_padded_each_to_its_own():
     pairs = np.array([(1 + i % 5, 1 + i % 3) for i in range(9)])
     plan = torch_ref.make_plan(pairs, [(2, 5, 4)])

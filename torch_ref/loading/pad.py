@@ -214,13 +214,16 @@ class _PadToBucket:
         for side in range(len(self._shapes[0]) - 1):
             sizes = {name: size for name, size in self._sizes(tensors).items() if self._side(name) == side}
             if not sizes:
-                raise ValueError(f"the collator returned no tensor [n, length] of {('the source', 'the target')[side]}")
+                raise ValueError(
+                    f"the collator returned no tensor [n, length] of {('the source', 'the target')[side]}"
+                    f"{self._names_of_targets()}"
+                )
             aligned = [size for name, size in sizes.items() if name in self._aligned]
             known = [sizes["input_ids"]] if "input_ids" in sizes else aligned or sizes.values()
             if len({*known}) > 1:
                 raise ValueError(
                     f"second axes have sizes {sizes}, and one alone is the length: name each tensor without it, "
-                    f"pad={{{next(iter(sizes))!r}: ('row', 0)}} if it is {next(iter(sizes))}"
+                    f"pad={{{next(iter(sizes))!r}: ('row', 0)}} if it is {next(iter(sizes))}{self._names_of_targets()}"
                 )
             found.extend({*known})
         return found
@@ -229,6 +232,15 @@ class _PadToBucket:
         """Return which length a tensor has."""
         is_target = str(name) in _LABELS or str(name).startswith(("decoder_", "target"))
         return int(is_target and len(self._shapes[0]) > 2)
+
+    def _names_of_targets(self) -> str:
+        """Return what to do about a tensor of the second length, in plans of two, else nothing."""
+        if len(self._shapes[0]) == 2:
+            return ""
+        return (
+            "; the second length is that of labels and of names that begin with decoder_ or target: rename what has it,"
+            " or take PlannedDataset(..., fields=) and its collate, which let you name both lengths"
+        )
 
     def _length_axes(self, name: str | int, value: Tensor, length: int) -> set[int]:
         """Return the axes of the length: those that are as long, and were in all batches so far."""

@@ -34,6 +34,10 @@ __all__ = ["CompileRow", "CompiledBuckets", "compile_buckets"]
 # warm up and to record.
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _RUNS_TO_RECORD = 3
+_COMPILE_THE_MODEL = (
+    "For named fields or several lengths, call torch.compile(model, dynamic=False) in loss_fn, and set "
+    "torch._dynamo.config.recompile_limit to the number of shapes"
+)
 
 
 class CompileRow(NamedTuple):
@@ -161,7 +165,11 @@ class CompiledBuckets:
 
     def _compile(self, bucket: Bucket) -> CompileRow:
         before, start = count_graphs(), time.perf_counter()
-        trained = self._run(bucket)
+        try:
+            trained = self._run(bucket)
+        except torch._dynamo.exc.Unsupported as error:
+            error.add_note(f"compile_buckets calls loss_fn with a Batch of tokens. {_COMPILE_THE_MODEL}")
+            raise
         compile_s = time.perf_counter() - start
         after = count_graphs()
         if after.graphs == before.graphs:  # newer versions of torch say so themselves
@@ -206,8 +214,8 @@ def compile_buckets(
         model: gives logits [B, T, V] for inputs int64[B, T]; not itself compiled, nor wrapped in
             DistributedDataParallel. Its parameters are on the device that the batches will be on.
         plan: a plan; or `Buckets` or (rows, length) pairs, whose rows are samples, not packed.
-        loss_fn: gives a microbatch's two sums, like `loss_sums`. It must not read the batch's `num_sequences`, a Python
-            number, since each value would need a graph.
+        loss_fn: gives the two sums of a microbatch, a `Batch` of tokens and not of named fields, like `loss_sums`. It
+            must not read the batch's `num_sequences`, a Python number, since each value would need a graph.
         backend: torch.compile's backend; "eager" captures the graphs and compiles no code.
         mode: torch.compile's mode. None: "reduce-overhead", which replays CUDA graphs, with Inductor on one CUDA
             device; "default" elsewhere and where `torch.distributed` has several processes.
@@ -230,7 +238,10 @@ def compile_buckets(
     """
     buckets = given_buckets(plan.buckets if isinstance(plan, Plan) else plan, {}).shapes
     if isinstance(buckets[0], MultiLengthBucket):
-        raise ValueError(f"compile_buckets takes buckets of one length, got some of several like {tuple(buckets[0])}")
+        raise ValueError(
+            f"compile_buckets takes buckets of one length, got some of several like {tuple(buckets[0])}. "
+            f"{_COMPILE_THE_MODEL}"
+        )
     shapes = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
     return CompiledBuckets(
         model,
