@@ -35,7 +35,7 @@ __all__ = ["CompileRow", "CompiledBuckets", "compile_buckets"]
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _RUNS_TO_RECORD = 3
 _COMPILE_THE_MODEL = (
-    "For named fields or several lengths, call torch.compile(model, dynamic=False) in loss_fn, and set "
+    "For named fields or several lengths, give train_step the model torch.compile(model, dynamic=False), and set "
     "torch._dynamo.config.recompile_limit to the number of shapes"
 )
 
