@@ -35,6 +35,7 @@ from jvarlen.runs.config import (
     PlanConfig,
 )
 from jvarlen.runs.saved_config import save_config
+from jvarlen.targets.report import TargetReport
 from tests.support import processes
 
 no_long_doubles = pytest.mark.skipif(np.dtype(np.longdouble).itemsize < 16, reason="long doubles are shorter here")
@@ -198,6 +199,7 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         ("plan LENGTHS --max-tokens 100 --max-length 504", "--max-tokens 100 leaves no row for a bucket"),
         ("plan LENGTHS --max-tokens 4096 --packing wrapped --overlong drop", "excludes --overlong drop"),
         ("plan LENGTHS --max-tokens many", "max-tokens"),
+        ("plan --data LENGTHS", "give DATA without --data: see jvarlen plan --help"),
         ("plan LENGTHS --max-tokens 4096 --html nowhere/plan.html", "there is no directory nowhere"),
         ("plan LENGTHS --max-tokens 4096 --cluster dgx-h100", "--cluster needs --model"),
         (
@@ -310,6 +312,25 @@ def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_fil
     args = ["plan", lengths_file, "--max-tokens", "4096", "--cluster", "dgx-h100"]
     assert main([*args, "--model", str(tmp_path / "model.json"), *flags]) == 2
     assert kinds == [kind]
+
+
+def test_a_step_has_a_microbatch_for_each_device_of_a_cluster(lengths_file, tmp_path, capsys):
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
+    args = ["plan", lengths_file, "--max-tokens", "4096", "--model", str(tmp_path / "model.json")]
+    for cluster, flags, num in [("dgx-h100", [], 8), ("dgx-h100:2", [], 16), ("dgx-h100", ["data4.context2"], 4)]:
+        parallel = ["--parallel", *flags] if flags else []
+        assert main([*args, "--cluster", cluster, *parallel]) == 0
+        assert f"microbatches a step: {num}\n" in capsys.readouterr().out
+
+
+def test_compile_tells_the_seconds_of_an_epoch(lengths_file, tmp_path, capsys, monkeypatch):
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
+    report = TargetReport([], "here", "data1", 1.0, 1.0, 2.0)
+    monkeypatch.setattr("jvarlen.runs.fit.compile_run_for", lambda target, prepared: report)
+    assert main(["compile", lengths_file, "--target", "here", "--model", str(tmp_path / "model.json")]) == 0
+    printed = capsys.readouterr().out
+    num_steps = int(re.search(r"an epoch has ([\d,]+)", printed)[1].replace(",", ""))
+    assert f"an epoch of {num_steps:,} steps: {2 * num_steps:,.1f} s, an estimate" in printed
 
 
 def test_the_seconds_of_a_named_layout_are_told(lengths_file, tmp_path, capsys, monkeypatch):

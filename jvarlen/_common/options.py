@@ -124,6 +124,8 @@ def _read(args: Sequence[str], options: Sequence[Option], prog: str) -> tuple[_G
             given[switches[name].path] = False
             continue
         if name not in named:
+            if any(option.is_positional and option.name == name for option in options):
+                raise UserError(f"give {name.upper()} without --{name}: see {prog} --help")
             raise UserError(_unknown(name, {*named, *switches}, prog))
         option = named[name]
         if option.is_switch and not is_assigned:

@@ -326,7 +326,7 @@ class PlannedSteps:
         if self.reason:
             lines.append(self.reason)
         if learning_rates is not None:
-            lines.append(f"learning rate {learning_rates.min():.3g} to {learning_rates.max():.3g}")
+            lines.append(f"learning rate {learning_rates.min():.3g} to {learning_rates.max():.3g} in this epoch")
         return "\n".join(lines)
 
     def _describe_microbatches(self) -> str:

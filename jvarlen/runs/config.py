@@ -203,7 +203,8 @@ class HardwareConfig(DeviceConfig):
 
     devices: int | None = dataclasses.field(default=None, metadata=_PROCESS)
     """Number of devices, for each process; all devices together must divide the microbatches of a step.
-    Without accelerators the CPU is split into this many. None takes one device, or all with several processes."""
+    Without accelerators the CPU is split into this many. None takes one device; with parallel, those of the layout;
+    with several processes, all."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
     stages, context and tensor parallelism, and a ZeRO level from 0 to 3. Results do not depend on it. "auto" takes

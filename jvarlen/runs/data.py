@@ -12,6 +12,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import regular_file
+from jvarlen._common.terminal import say
 from jvarlen._common.types import JsonObject
 from jvarlen.data.find_files import distinct_names, without_credentials
 from jvarlen.data.length_cache import content_key
@@ -144,6 +145,10 @@ def _open(path: Path | str, config: FitConfig, run_model: RunModel) -> StoredDat
         raise UserError(
             f"{path} holds text, and there is no {TOKENIZER} in {model}: give tokenizer=, the one of this model"
         )
+    is_bytes = tokenizer is None and dataset.num_values == NUM_BYTES
+    beside = None if model is None or has_weights(model) else model.with_name(TOKENIZER)
+    if is_bytes and beside is not None and beside.exists() and is_main_process():
+        say(f"{path} is read as bytes: {beside} is used if --tokenizer names it")
     return dataset
 
 

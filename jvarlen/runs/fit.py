@@ -39,7 +39,7 @@ from jvarlen.runs.config import FitConfig
 from jvarlen.runs.data import SamplesOfLengths
 from jvarlen.runs.loop import Hook, train
 from jvarlen.runs.open_run import Run, open_run
-from jvarlen.runs.prepare import compile_run_for, prepare, say, show_estimates
+from jvarlen.runs.prepare import Prepared, compile_run_for, prepare, say, show_estimates
 from jvarlen.runs.summary import Summary, summarize
 from jvarlen.runs.task import Task
 from jvarlen.targets.report import TargetReport
@@ -209,7 +209,7 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
             show_estimates(prepared)
             return None
         report = compile_run_for(target, prepared)
-    say(f"Compiled for {target.name}", str(report))
+    say(f"Compiled for {target.name}", str(report), *_epoch_seconds(report, prepared))
     if config.out is not None:
         report.save(config.out)
         terminal.say(config.out)
@@ -219,6 +219,14 @@ def dry_run(config: FitConfig, lengths: Int64[np.ndarray, " N"] | None = None) -
         write_target_page(config.html, report)
         terminal.say(config.html)
     return report
+
+
+def _epoch_seconds(report: TargetReport, prepared: Prepared) -> list[str]:
+    """The estimated seconds of an epoch, if those of a step are known."""
+    if report.step_s is None:
+        return []
+    num_steps = prepared.training_plan.plan_of_epoch(0).num_steps
+    return [f"an epoch of {num_steps:,} steps: {num_steps * report.step_s:,.1f} s, an estimate"]
 
 
 def target_of(config: FitConfig) -> Target:

@@ -13,6 +13,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.distributed import processes
+from jvarlen.distributed.placement import Placement
 from jvarlen.parallel.portable import PortableForm
 from jvarlen.parallel.train import TrainStep
 from jvarlen.planning.buckets import AnyBucket
@@ -130,6 +131,13 @@ def _restore(
     return state, place
 
 
+def _describe_devices(placement: Placement | None) -> str:
+    """How many devices train, of which kind, and the layout."""
+    devices = jax.devices()[:1] if placement is None else placement.mesh.devices.flatten()
+    layout = "" if placement is None else f", {placement.layout}"
+    return f"{len(devices)} of {jax.device_count()} × {devices[0].device_kind}{layout}"
+
+
 def _compile(
     prepared: Prepared, step: TrainStep, state: TrainState, place: Place, held: contextlib.ExitStack
 ) -> tuple[CompiledBuckets, CompiledBuckets]:
@@ -147,6 +155,7 @@ def _compile(
 
     groups_left = training.groups_left(place)
     buckets = list(groups_left) or training.buckets
+    say("Devices", _describe_devices(prepared.placement))
     if options.in_background:
         what = f"{len(buckets)} shape{'s' * (len(buckets) > 1)}"
         say("Compiling", f"{what}, in the order in which steps need them, while earlier steps run")

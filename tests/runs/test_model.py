@@ -16,6 +16,7 @@ from jvarlen.models import DecoderConfig, from_hugging_face, init_params, to_hug
 from jvarlen.models.hugging_face_config import hugging_face_fields
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import DataConfig, DirectoryConfig, OptimizerConfig
+from jvarlen.runs.data import open_training_data
 from jvarlen.runs.model import RunModel, copy_files, initial_params, model_key, peak_rate
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.runs.saved_config import load_config
@@ -110,6 +111,18 @@ def test_a_config_json_gives_sizes_and_random_weights_in_its_type(tmp_path):
     (model / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"holds no weights .* its config\.json alone gives the model with random ones"):
         initial_params(config, decoder)
+
+
+def test_a_tokenizer_beside_a_config_json_is_used_only_if_it_is_named(tmp_path, capsys):
+    model = save_model(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text("a\nb\nc\nd\n")
+    tokenizer = tokenizer_file(model / "tokenizer.json", num_words=300)
+    data = DataConfig(files=(tmp_path / "text.txt",))
+    open_training_data(FitConfig(model=model / "config.json", data=data))
+    printed = capsys.readouterr().out
+    assert f"text.txt is read as bytes: {tokenizer} is used if --tokenizer names it" in printed
+    open_training_data(FitConfig(model=model / "config.json", data=dataclasses.replace(data, tokenizer=tokenizer)))
+    assert "bytes" not in capsys.readouterr().out
 
 
 def test_what_does_not_go_with_a_model_is_refused_by_name(tmp_path, capsys):

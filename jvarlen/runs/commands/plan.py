@@ -16,6 +16,7 @@ from jvarlen._common.files import check_outputs, load_array, regular_file
 from jvarlen._common.options import POSITIONAL
 from jvarlen._common.terminal import say
 from jvarlen.distributed.layout import Layout
+from jvarlen.estimates.cluster import Cluster
 from jvarlen.planning.buckets import Bucket, Buckets
 from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import check_lengths
@@ -73,6 +74,13 @@ def _load_lengths(path: Path) -> np.ndarray | list[int]:
     if not isinstance(lengths, list) or not all(map(is_integer, lengths)):
         raise UserError(f"{path} holds no list of integers, tokens a sample; samples are lines of a .jsonl file")
     return lengths
+
+
+def _shards_on(cluster: Cluster | None, layout: Layout | None) -> int:
+    """Microbatches of a step by default: as a named layout needs, or one for each device of the cluster."""
+    if cluster is None:
+        return shards_of(layout)
+    return cluster.num_devices if layout is None else shards_of(layout.for_devices(cluster.num_devices))
 
 
 def _fixed_by(parallel: str | None, num_devices: int) -> dict[str, object]:
@@ -164,17 +172,14 @@ class PlanCommand(ProgramConfig):
         if self.target is not None and self.cluster is None:
             self._choose_rows()
             return
-        cluster = None
-        if self.cluster is not None:
-            from jvarlen.estimates.cluster import Cluster  # here: it imports JAX
-
-            cluster = Cluster.named(self.cluster)
+        cluster = None if self.cluster is None else Cluster.named(self.cluster)
         config, target = self._config(), None
         if self.target is not None:
             from jvarlen.runs.fit import target_of
 
             target = target_of(config)
-        model, settings = RunModel.of(config), self.plan.resolve(shards_of(config.hardware.layout), of_files=True)
+        model, num_shards = RunModel.of(config), _shards_on(cluster, config.hardware.layout)
+        settings = self.plan.resolve(num_shards, of_files=True)
         lengths, corpus = self._read_lengths(config, model)
         shapes, training = self._shapes_and_training(config, model, settings, lengths)
         if training is None:
