@@ -169,7 +169,7 @@ def test_another_state_is_refused_at_the_first_call(state, said):
 
 def test_a_state_with_functions_of_its_own_is_refused_by_its_container():
     def of_optimizer(optimizer):
-        return [TrainState.create(apply_fn=count_step, params=jnp.zeros(2), tx=optimizer)]
+        return [TrainState.create(apply_fn=count_step, params={"w": jnp.zeros(2)}, tx=optimizer)]
 
     optimizer = optax.sgd(0.1)
     compiled = compile_step(lambda state, batch: (state, {}), of_optimizer(optimizer), BatchShapes(BUCKETS[:1]))

