@@ -5,14 +5,14 @@ Long measurements write shard files and resume from them.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
+import itertools
 import operator
 import os
 import reprlib
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -38,7 +38,8 @@ from jvarlen.data.shard_files import Check, ShardFiles, Values
 from jvarlen.planning.lengths import COUNTS, DataSource, check_lengths, check_sample_lengths
 
 __all__ = [
-    "LengthFn", "Work", "find_lengths", "measure_integers", "measure_lengths", "measure_parts",
+    "LengthFn", "MeasuredRange", "Ranges", "Work", "find_lengths", "measure_integers", "measure_lengths",
+    "measure_ranges",
 ]  # fmt: skip
 
 LengthFn = Callable[[Sample], int | Sequence[int]] | str | tuple[str, ...]  # also the names of fields
@@ -46,9 +47,9 @@ LengthFn = Callable[[Sample], int | Sequence[int]] | str | tuple[str, ...]  # al
 Value: TypeAlias = Any
 """An integer of any library, or a tuple of several."""
 
-_SECONDS_PER_PART = 0.25  # long against handing a part over, short to wait for
-_RANGES_PER_WORKER = 8  # so that all workers end at about the same time
-_READ_AT_ONCE = 1_024  # samples
+_SECONDS_PER_RANGE = 0.25  # long against handing a range over, short to wait for
+_FIRST_RANGE = 4  # samples, which may take long
+_LARGEST_RANGE = 32_768
 _FIRST_INSPECTED = 4_096  # samples
 _INSPECTED_EVERY = 1_024  # of those after them
 _FIRST_TRIED = 16  # samples, until one shows how many lengths there are
@@ -106,19 +107,21 @@ def measure_lengths(
       [[8, 4, 6], [16, 3, 4]]
     """
     check_choices(on_bad_sample=(on_bad_sample, OnBadSample))
-    function, num_lengths = _function_of(length_fn, dataset) if callable(length_fn) else _lengths_of_fields(length_fn)
-    shape = () if num_lengths == 1 else (num_lengths,)
+    function = _several_lengths(length_fn, dataset) if callable(length_fn) else _FieldLengths(length_fn)
+    num_lengths = function.num_lengths if isinstance(function, _FieldLengths | _SeveralLengths) else 1
     name, check = "lengths", functools.partial(check_sample_lengths, num_lengths=num_lengths)
     value_of_bad: Value | None = None
     if on_bad_sample == "skip":  # the name keeps shards of both kinds apart
         name, check = "lengths of good samples", functools.partial(_check_but_empty, check)
-        value_of_bad = (1,) * num_lengths if shape else 1
+        value_of_bad = 1 if num_lengths == 1 else (1,) * num_lengths
     is_read_at_once = function is len and hasattr(dataset, "lengths_of")
     read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
     work = Work(dataset, function, name, read_values, value_of_bad)
-    lengths = _measure(work, check, num_workers, progress, shards, shard_size, shape)
-    if not callable(length_fn):
-        for field, of_field in zip(_names_of(length_fn), lengths.reshape(len(lengths), -1).T, strict=True):
+    lengths = _measure(
+        work, check, num_workers, progress, shards, shard_size, (num_lengths,) if num_lengths > 1 else ()
+    )
+    if isinstance(function, _FieldLengths):
+        for field, of_field in zip(function.names, lengths.reshape(len(lengths), -1).T, strict=True):
             if (of_field == 1).all():  # a single [1, F] among [n, F] is a length
                 _check_rows(dataset, field)
     return lengths
@@ -174,28 +177,22 @@ def _check_but_empty(check: Check, values: Values) -> Values:
     return check(values)
 
 
-_LengthsOf: TypeAlias = tuple[Callable[[Sample], Value], int]
-"""What gives the length of a sample, or a tuple of several; and how many it gives."""
+class _FieldLengths:
+    """The lengths of named fields of a sample, a tuple of several; workers pickle it, files of shards keep its name."""
+
+    def __init__(self, names: str | Sequence[str]):
+        self.names = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list | tuple) else ()
+        if not (1 <= len(set(self.names)) == len(self.names) and all(isinstance(n, str) for n in self.names)):
+            raise UserError(f"length_fn must be a function, the name of a field, or different names, not {names!r}")
+        self.num_lengths = len(self.names)
+        self.__qualname__ = repr(self.names if self.num_lengths > 1 else names)
+
+    def __call__(self, sample: Sample) -> int | tuple[int, ...]:
+        lengths = tuple([_first_axis(sample, name) for name in self.names])
+        return lengths if self.num_lengths > 1 else lengths[0]
 
 
-def _names_of(named: str | Sequence[str]) -> tuple[str, ...]:
-    return (named,) if isinstance(named, str) else tuple(named) if isinstance(named, list | tuple) else ()
-
-
-def _lengths_of_fields(named: str | Sequence[str]) -> _LengthsOf:
-    names = _names_of(named)
-    if not (1 <= len(set(names)) == len(names) and all(isinstance(name, str) for name in names)):
-        raise UserError(f"length_fn must be a function, the name of a field, or different names, not {named!r}")
-    if len(names) == 1:
-        return functools.partial(_first_axis, names[0]), 1
-    return functools.partial(_first_axes, names), len(names)
-
-
-def _first_axes(names: tuple[str, ...], sample: Sample) -> tuple[int, ...]:
-    return tuple([_first_axis(name, sample) for name in names])
-
-
-def _first_axis(name: str, sample: Sample) -> int:
+def _first_axis(sample: Sample, name: str) -> int:
     """The size of the first axis of a field; raises ValueError for scalars and text, which have no axis."""
     try:
         field = _field(sample, name)
@@ -223,20 +220,20 @@ def _check_rows(dataset: DataSource, name: str) -> None:
             )
 
 
-def _function_of(length_fn: Callable[[Sample], int | Sequence[int]], dataset: DataSource) -> _LengthsOf:
+def _several_lengths(
+    length_fn: Callable[[Sample], int | Sequence[int]], dataset: DataSource
+) -> Callable[[Sample], Value]:
     """The function, or what makes tuples of the several lengths that it gives, by the first sample that it takes."""
     if length_fn is len and hasattr(dataset, "lengths_of"):
-        return length_fn, 1
+        return length_fn
     for sample_id in range(min(num_samples_of(dataset), _FIRST_TRIED)):
         with contextlib.suppress(Exception):  # raised when all are measured
             sample = dataset[sample_id]
             if length_fn is len:
-                return (_lengths_of_pair, 2) if _is_pair(sample) else (length_fn, 1)
+                return _SeveralLengths(_lengths_of_pair, 2) if _is_pair(sample) else length_fn
             shape = np.shape(length_fn(sample))
-            if len(shape) != 1 or shape[0] < 2:
-                return length_fn, 1
-            return functools.partial(_several_lengths, length_fn, shape[0]), shape[0]
-    return length_fn, 1
+            return _SeveralLengths(length_fn, shape[0]) if len(shape) == 1 and shape[0] > 1 else length_fn
+    return length_fn
 
 
 def _is_pair(sample: Sample) -> bool:
@@ -255,31 +252,29 @@ def _lengths_of_pair(pair: Sample) -> tuple[int, int]:
     return len(pair[0]), len(pair[1])
 
 
-def _several_lengths(function: Callable[[Sample], Any], num_lengths: int, sample: Sample) -> tuple[int, ...]:
-    given = function(sample)
-    try:
-        lengths = tuple(map(operator.index, given))
-    except TypeError:
-        raise UserError(f"lengths must be integers, and length_fn gives {reprlib.repr(given)}; {COUNTS}") from None
-    if len(lengths) != num_lengths:
-        raise UserError(f"length_fn gives {lengths}, but {num_lengths} lengths for samples before")
-    return lengths
+class _SeveralLengths:
+    """Tuples of what a function gives; workers pickle it, files of shards keep the name of the function."""
 
+    def __init__(self, function: Callable[[Sample], Any], num_lengths: int):
+        self._function, self.num_lengths = function, num_lengths
+        while isinstance(function, functools.partial):
+            function = function.func
+        named = function if hasattr(function, "__qualname__") else type(function)
+        self.__module__, self.__qualname__ = named.__module__, named.__qualname__
 
-def _name_of(function: Callable[..., object]) -> str:
-    """The name of a function of the user, or of the fields that are measured, by which shards know it."""
-    if isinstance(function, functools.partial) and function.func in (_first_axis, _first_axes):
-        return f"{__name__}.{function.args[0]!r}"
-    if isinstance(function, functools.partial) and function.func is _several_lengths:
-        function = function.args[0]
-    while isinstance(function, functools.partial):
-        function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{getattr(named, '__module__', None) or 'builtins'}.{named.__qualname__}"
+    def __call__(self, sample: Sample) -> tuple[int, ...]:
+        given = self._function(sample)
+        try:
+            lengths = tuple(map(operator.index, given))
+        except TypeError:
+            raise UserError(f"lengths must be integers, and length_fn gives {reprlib.repr(given)}; {COUNTS}") from None
+        if len(lengths) != self.num_lengths:
+            raise UserError(f"length_fn gives {lengths}, but {self.num_lengths} lengths for samples before")
+        return lengths
 
 
 class Work(NamedTuple):
-    """What measures samples; a worker process gets it once, pickled."""
+    """Measures ranges of samples; a worker process gets it once, pickled."""
 
     dataset: DataSource
     function: Callable[[Sample], Value]
@@ -289,42 +284,63 @@ class Work(NamedTuple):
     bad_errors: type[Exception] = Exception  # that mark a sample as bad; others end the measurement
 
 
-_Part: TypeAlias = tuple[range, Values]  # the values of consecutive samples
+class MeasuredRange(NamedTuple):
+    """The values of a range of samples, and the seconds that measuring them took."""
+
+    samples: range
+    values: Values
+    seconds: float
 
 
-def measure_parts(work: Work, missing: Sequence[range], num_workers: int) -> Generator[_Part, None, None]:
-    """Measures the missing samples in parts of about a quarter of a second."""
+class Ranges(Iterator[range]):
+    """Cuts ranges of samples into smaller ones that take about equally long."""
+
+    def __init__(self, missing: Sequence[range]):
+        self._missing = iter(missing)
+        self._rest = range(0)
+        self._size = _FIRST_RANGE
+
+    def __next__(self) -> range:
+        while not self._rest:
+            self._rest = next(self._missing)
+        cut, self._rest = self._rest[: self._size], self._rest[self._size :]
+        return cut
+
+    def adapt(self, part: MeasuredRange) -> None:
+        """Sizes the next ranges by what one took."""
+        fitting = int(len(part.samples) * _SECONDS_PER_RANGE / max(part.seconds, 1e-9))
+        self._size = max(1, min(fitting, 2 * self._size, _LARGEST_RANGE))
+
+
+def measure_ranges(work: Work, missing: Sequence[range], num_workers: int) -> Generator[MeasuredRange, None, None]:
+    """Measures the missing samples in ranges of about a quarter of a second."""
+    ranges = Ranges(missing)
     num_workers = min(num_workers, sum(map(len, missing)))
     if num_workers:
-        yield from _measure_elsewhere(work, missing, num_workers)
+        yield from _measure_elsewhere(work, ranges, num_workers)
         return
-    for left in missing:
-        while left:
-            values = _measure_first(work, left)
-            yield left[: len(values)], values
-            left = left[len(values) :]
+    for samples in ranges:
+        part = _measure_range(work, samples)
+        ranges.adapt(part)
+        yield part
 
 
-def _measure_elsewhere(work: Work, missing: Sequence[range], num_workers: int) -> Generator[_Part, None, None]:
+def _measure_elsewhere(work: Work, ranges: Ranges, num_workers: int) -> Generator[MeasuredRange, None, None]:
     from jvarlen._common.workers import WorkerPool
 
-    size = max(1, sum(map(len, missing)) // (_RANGES_PER_WORKER * num_workers))
-    waiting = collections.deque(
-        samples[start : start + size] for samples in missing for start in range(0, len(samples), size)
-    )
-    pending: dict[Future[Values], range] = {}
+    pending: dict[Future[MeasuredRange], range] = {}
     with WorkerPool(work, num_workers) as pool:
         try:
-            while waiting or pending:
-                while waiting and len(pending) < num_workers:
-                    samples = waiting.popleft()
-                    pending[pool.apply(_measure_first, samples)] = samples
+            while True:
+                for samples in itertools.islice(ranges, num_workers - len(pending)):
+                    pending[pool.apply(_measure_range, samples)] = samples
+                if not pending:
+                    return
                 for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                    values = future.result()
-                    samples = pending.pop(future)
-                    if rest := samples[len(values) :]:
-                        waiting.append(rest)
-                    yield samples[: len(values)], values
+                    part = future.result()
+                    del pending[future]
+                    ranges.adapt(part)
+                    yield part
         except BrokenExecutor as error:
             had = list_first((f"{samples.start} to {samples.stop - 1}" for samples in pending.values()), " or ")
             raise RuntimeError(
@@ -333,35 +349,31 @@ def _measure_elsewhere(work: Work, missing: Sequence[range], num_workers: int) -
             ) from error
 
 
-def _measure_first(work: Work, samples: range) -> Values:
-    """The values of the first of these samples, as many as are measured in a quarter of a second."""
-    if work.read_values is not None:
-        samples = samples[:_READ_AT_ONCE]
-        if (read := work.read_values(samples)) is not None:
-            return _to_array(work.name, read, samples)
-    end, values = time.perf_counter() + _SECONDS_PER_PART, []
-    for sample_id in samples:
-        is_inspected = work.function is len and (sample_id < _FIRST_INSPECTED or not sample_id % _INSPECTED_EVERY)
-        try:
-            sample = work.dataset[sample_id]
-            value = work.function(sample)
-        except Exception as error:
-            is_bad = isinstance(error, work.bad_errors) and not isinstance(error, MemoryError)
-            if work.value_of_bad is None or not is_bad:
-                if isinstance(error, UserError):
-                    raise UserError(f"sample {sample_id} cannot be measured: {error}") from error
-                raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
-            value, is_inspected = work.value_of_bad, False
-        if is_inspected and (kind := _without_length(sample)):  # of all samples it would take too long
-            raise UserError(
-                f"sample {sample_id} cannot be measured: length_fn=len counts {kind}, not tokens; "
-                "give measure_lengths a length_fn that counts the tokens: the name of their field, such as "
-                '"tokens", or a function, such as lambda sample: len(sample[0])'
-            )
-        values.append(value)
-        if time.perf_counter() > end:
-            break
-    return _to_array(work.name, values, samples)
+def _measure_range(work: Work, samples: range) -> MeasuredRange:
+    start = time.perf_counter()
+    values = None if work.read_values is None else work.read_values(samples)
+    if values is None:
+        values = []
+        for sample_id in samples:
+            is_inspected = work.function is len and (sample_id < _FIRST_INSPECTED or not sample_id % _INSPECTED_EVERY)
+            try:
+                sample = work.dataset[sample_id]
+                value = work.function(sample)
+            except Exception as error:
+                is_bad = isinstance(error, work.bad_errors) and not isinstance(error, MemoryError)
+                if work.value_of_bad is None or not is_bad:
+                    if isinstance(error, UserError):
+                        raise UserError(f"sample {sample_id} cannot be measured: {error}") from error
+                    raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
+                value, is_inspected = work.value_of_bad, False
+            if is_inspected and (kind := _without_length(sample)):  # of all samples it would take too long
+                raise UserError(
+                    f"sample {sample_id} cannot be measured: length_fn=len counts {kind}, not tokens; "
+                    "give measure_lengths a length_fn that counts the tokens: the name of their field, such as "
+                    '"tokens", or a function, such as lambda sample: len(sample[0])'
+                )
+            values.append(value)
+    return MeasuredRange(samples, _to_array(work.name, values, samples), time.perf_counter() - start)
 
 
 def _without_length(sample: Sample) -> str | None:
@@ -414,16 +426,16 @@ def _measure(
 
     files, missing = None, [range(num_samples)]
     if shards is not None:
-        files = ShardFiles(Path(shards), num_samples, int(shard_size), work.name, _name_of(work.function), check)
+        files = ShardFiles(Path(shards), num_samples, int(shard_size), work.name, work.function, check)
         missing = files.read(store)
     num_known = num_samples - sum(map(len, missing))
     bar = progress_bar(total=num_samples, initial=num_known, desc=work.name, unit="sample", progress=progress)
-    parts = measure_parts(work, missing, num_workers)
+    parts = measure_ranges(work, missing, num_workers)
     with contextlib.closing(parts), bar as shown:
-        for samples, part in parts:
-            store(samples, part)
+        for part in parts:
+            store(part.samples, part.values)
             if files is not None:
-                files.add(samples, values)
-            shown.update(len(part))
+                files.add(part.samples, values)
+            shown.update(len(part.samples))
             raise_if_interrupted()
     return check(values)

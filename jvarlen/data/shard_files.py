@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -30,16 +31,19 @@ class ShardFiles:
         num_samples: int,
         shard_size: int,
         quantity: str,
-        function: str,
+        function: Callable[..., object],
         check: Check,
     ):
+        while isinstance(function, functools.partial):
+            function = function.func
+        named = function if hasattr(function, "__qualname__") else type(function)
         self._directory, self._shard_size, self._check = directory, shard_size, check
         self._shards = [range(num_samples)[start : start + shard_size] for start in range(0, num_samples, shard_size)]
         self._num_missing = list(map(len, self._shards))
         self._manifest = {
             "format_version": _SHARDS_VERSION,
             "quantity": quantity,
-            "function": function,
+            "function": f"{getattr(named, '__module__', None) or 'builtins'}.{named.__qualname__}",
             "num_samples": num_samples,
             "shard_size": shard_size,
         }

@@ -81,16 +81,22 @@ def trace_results(
         return [longest, *map(traced, plan.buckets.shapes[-2:-1], plan.samples_per_row[-2:-1])]
     found = [longest]
     for name, size in longest.sizes.items():
-        half = size // 2 // length_multiple * length_multiple
-        other = half if name in names and half > 1 else 2 * size or 1  # tables of positions may end
-        rows, *lengths = ({**longest.sizes, name: other}[each] for each in ("rows", *names))
-        bucket = bucket_of(rows, *lengths)
-        try:
-            found.append(traced(bucket, other if name == "row" else plan.samples_per_row[-1]))
-        except Exception as error:
+        others = [2 * size or 1]
+        if name in names:  # the half first: tables of positions may end
+            half = size // 2 // length_multiple * length_multiple
+            others = [half, *others] if half > 1 else others
+        for other in others:
+            rows, *lengths = ({**longest.sizes, name: other}[each] for each in ("rows", *names))
+            bucket = bucket_of(rows, *lengths)
+            try:
+                found.append(traced(bucket, other if name == "row" else plan.samples_per_row[-1]))
+                break
+            except Exception as error:
+                failed = error
+        else:
             if axes is None:
-                error.add_note(f"while finding the axes of results by their shapes in {bucket}: axes= says them")
-                raise
+                failed.add_note(f"while finding the axes of results by their shapes in {bucket}: axes= says them")
+                raise failed
     return found
 
 

@@ -27,6 +27,7 @@ from jvarlen.loading.placing import (
     padded_side,
     place_field,
     positions_in_rows,
+    zeros,
 )
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import SampleSize, row_sizes
@@ -223,7 +224,8 @@ def _make_arrays(step: StepSamples, fields: Fields | None) -> dict[str, Array]:
             sides.append(padded_side(is_sample, ids, sizes, length, prefix[:-1] if has_own_names else None))
         arrays |= {f"{prefix}{name}": array for name, array in sides[-1].arrays.items()}
     has_weight_MxBxT = sides[-1].is_token_MxBxT
-    arrays[WEIGHTS] = has_weight_MxBxT.astype(np.float32)
+    arrays[WEIGHTS] = zeros(has_weight_MxBxT.shape, np.float32)
+    arrays[WEIGHTS][...] = has_weight_MxBxT
     for field, column in zip(fields, columns, strict=True):
         if (of := field.positions_of) is not None:
             field, column = positions_in_rows(field, column, sides[of], starts[of], sizes_of_sides[of])

@@ -134,7 +134,7 @@ def test_lines_that_are_no_samples_are_left_out_and_listed(tmp_path, tokenized, 
         assert all(
             reason.startswith(BAD_LINES[number]) for number, (_, reason) in zip(BAD_LINES, dataset.skipped, strict=True)
         )
-    monkeypatch.setattr("jvarlen.data.measure.measure_parts", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("jvarlen.data.measure.measure_ranges", lambda *_: pytest.fail("measured again"))
     assert open_data(path, **options).skipped == dataset.skipped
 
 

@@ -1,16 +1,98 @@
-"""Shard files: what was measured is read back, and nothing of another measuring."""
+"""Ranges of samples: each sample once, in ranges of suitable size, errors that name it; files that are read back."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jvarlen.data.measure import MeasuredRange, Ranges, Work, measure_ranges
 from jvarlen.data.shard_files import ShardFiles
+
+
+def identity(sample):
+    return sample
+
+
+def measure(dataset, num_workers, function=identity):
+    return list(measure_ranges(Work(dataset, function, "numbers"), [range(len(dataset))], num_workers))
+
+
+@given(sizes=st.lists(st.integers(0, 2_000), max_size=6), seconds=st.lists(st.floats(0, 10), max_size=20))
+@settings(deadline=None)
+def test_ranges_cover_what_is_missing_once_and_stay_in_their_shard(sizes, seconds):
+    missing = [range(5_000 * index, 5_000 * index + size) for index, size in enumerate(sizes)]
+    cut, ranges = [], Ranges(missing)
+    for took, samples in zip(seconds, ranges, strict=False):
+        cut.append(samples)
+        ranges.adapt(MeasuredRange(samples, np.zeros(len(samples), int), took))
+    cut += ranges
+    assert [i for samples in cut for i in samples] == [i for shard in missing for i in shard]
+    assert all(samples.start // 5_000 == (samples.stop - 1) // 5_000 for samples in cut)
+
+
+def test_ranges_of_slow_samples_are_short():
+    ranges = Ranges([range(10**9)])
+    lengths = []
+    for samples in ranges:
+        lengths.append(len(samples))
+        if len(lengths) == 25:
+            break
+        seconds_per_sample = 1e-7 if len(lengths) < 20 else 0.1
+        ranges.adapt(MeasuredRange(samples, np.zeros(0, int), len(samples) * seconds_per_sample))
+    assert max(lengths) == 32_768
+    assert lengths[-1] == 2
+
+
+class Failing(list):
+    """Samples one of which cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 1:
+            raise OSError("no such block")
+        return super().__getitem__(index)
+
+
+class Unpicklable(list):
+    """Samples that no process can hand over."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("it holds an open file")
+
+
+class UnpicklableThere(list):
+    """Samples that no other process can take over."""
+
+    def __reduce_ex__(self, protocol):
+        return _fail_to_unpickle, ()
+
+
+def _fail_to_unpickle():
+    raise OSError("no such mount")
+
+
+def test_an_error_of_a_sample_tells_which():
+    with pytest.raises(RuntimeError, match=r"sample 2 could not be measured: TypeError\(") as told:
+        measure(["a", "b", 3], 0, len)
+    assert isinstance(told.value.__cause__, TypeError)
+    with pytest.raises(RuntimeError, match=r"sample 1 could not be measured: OSError\('no such block'\)"):
+        measure(Failing([1, 2]), 0)
+    with pytest.raises(ValueError, match="numbers must be integers that fit int64: id 1: 'x'"):
+        measure([1, "x"], 0)
+
+
+@pytest.mark.multiprocess
+def test_workers_need_what_pickles():
+    with pytest.raises(ValueError, match=r"functions that pickle: TypeError\('it holds an open file'\)"):
+        measure(Unpicklable([1]), 1)
+    with pytest.raises(ValueError, match=r"not unpickle in a worker process: OSError\('no such mount'\)") as refused:
+        measure(UnpicklableThere([1]), 1)
+    assert "_fail_to_unpickle" in refused.value.__notes__[0]
+
 
 NUM_SAMPLES, SHARD_SIZE = 10, 2
 
 
-def shard_files(directory, num_samples=NUM_SAMPLES, shard_size=SHARD_SIZE, *, function="builtins.abs", **options):
+def shard_files(directory, num_samples=NUM_SAMPLES, shard_size=SHARD_SIZE, *, function=abs, **options):
     """Files of a measuring."""
     options = {"quantity": "numbers", "check": lambda values: values} | options
     return ShardFiles(directory, num_samples, shard_size=shard_size, function=function, **options)
@@ -70,7 +152,7 @@ def shard_of(sample_id, shard_size):
     [
         ({"num_samples": 12}, "num_samples is 10, not 12"),
         ({"shard_size": 3}, "shard_size is 2, not 3"),
-        ({"function": "builtins.float"}, "function is 'builtins.abs', not 'builtins.float'"),
+        ({"function": float}, "function is 'builtins.abs', not 'builtins.float'"),
         ({"quantity": "lengths"}, "quantity is 'numbers', not 'lengths'"),
         ({"num_samples": 12, "shard_size": 3}, "num_samples is 10, not 12; shard_size is 2, not 3"),
     ],
