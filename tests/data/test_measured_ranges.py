@@ -1,5 +1,7 @@
 """Ranges of samples: each sample once, in ranges of suitable size, errors that name it; files that are read back."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,6 +52,24 @@ class Failing(list):
         if index == 1:
             raise OSError("no such block")
         return super().__getitem__(index)
+
+
+class Slow(list):
+    def __getitem__(self, i):
+        time.sleep(0.02)
+        return super().__getitem__(i)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_measure_the_first_samples_first():
+    """So that an interruption leaves complete shards."""
+    num_samples, num_measured = 300, 0
+    for part in measure_ranges(Work(Slow(range(1, 301)), identity, "x"), [range(num_samples)], 2):
+        num_measured += len(part.samples)
+        if num_measured <= num_samples // 2:
+            assert part.samples.stop <= num_measured + num_samples // 4
+    assert num_measured == num_samples
 
 
 class Unpicklable(list):
