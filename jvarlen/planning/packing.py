@@ -147,11 +147,11 @@ def pack_samples(
     are at most 5 % more; else none.
 
     Pairs, such as source and target, share rows with a length T for each side. Rows come one after the other. A row
-    repeatedly takes, of the pairs that fit it on both sides, the one with the largest sum over the sides of
-    l · ⌊2**40 · s / T²⌋, where l is the length of the pair and s the space that is left; of equal sums the larger first
-    length wins, then the larger second one. All come in blocks: `"auto"` is the largest power of two from 256 to 2,048
-    that is at most half the number of pairs; none if there is none. Words other than `"shuffle"` pack the blocks of its
-    epoch 0.
+    repeatedly takes, of the pairs that fit it on both sides, the one with the largest sum over the sides of l · ⌊2**40
+    · s / T²⌋, where l is the length of the pair and s the space that is left; of equal sums the larger first length
+    wins, then the larger second one, then the order. All come in blocks: `"auto"` is the largest power of two from 256
+    to 2,048 that is at most half the number of pairs; none if there is none. Words other than `"shuffle"` pack the
+    blocks of its epoch 0.
 
     Args:
       lengths: integers[N], tokens per sample; or integers[N, 2], those of both sides of a pair.
