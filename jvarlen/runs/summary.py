@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from jvarlen._common import terminal
-from jvarlen._common.files import save_dataclass
+from jvarlen._common.files import read_object, save_dataclass
 from jvarlen._common.terminal import text_table
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed import processes
@@ -133,7 +133,9 @@ def summarize(run: Run, trained: Trained) -> Summary:
             plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
             if report.times_used or not (run_dir / "compile_report.json").exists():
                 report.save(run_dir / "compile_report.json")
-            save_dataclass(summary, run_dir / "summary.json")  # last, when all is done
+            path = run_dir / "summary.json"  # last, when all is done; that of a run which had ended stays
+            if report.times_used or not path.exists() or read_object(path).get("interrupted", True):
+                save_dataclass(summary, path)
             say("Compile report", report.table())
             say("Summary", str(summary))
             if num_bad := summary.num_skipped + summary.num_skipped_evaluation + summary.num_skipped_records:

@@ -128,7 +128,10 @@ def test_a_directory_that_is_named_is_continued(continued, capsys):
 
 
 def test_resuming_a_finished_run_changes_nothing(recorded_run, continued):
+    path = continued.directory.run_dir / "summary.json"
+    told = path.read_text()
     again = fit(continued)
+    assert path.read_text() == told
     assert read_metrics(again.run_dir / "metrics.jsonl")[:-2] == recorded_run.records[:-2]
     assert again.summary.num_steps == NUM_STEPS
     assert again.summary.evaluations == recorded_run.summary.evaluations
