@@ -4,8 +4,8 @@ The built-in corpus and the built-in model: jvarlen packed into one shape, and p
 and Optax loop padded to the longest, in powers of two, and packed by Grain; PyTorch with `group_by_length` of
 transformers, with token batches, and packed. Run `python benchmarks/end_to_end.py [--quick | --short] [--seeds N]
 [--work DIR]`; with `--work`, an interrupted benchmark resumes. `--short` compares jvarlen with PyTorch's padded ways in
-some ten minutes. `--tune` tries budgets and learning rates, and keeps the best of each
-way in `support/end_to_end_tuned.json`. Prints tables and writes them, with versions, hardware and a plot, to
+some ten minutes. `--tune [WAY ...]` tries budgets and learning rates, and keeps the best of
+each way in `support/end_to_end_tuned.json`. Prints tables and writes them, with versions, hardware and a plot, to
 `benchmarks/results/`. Needs the extra `benchmarks`. Each run is a process of its own: `end_to_end_jax.py` or
 `end_to_end_torch.py`, in `support/`.
 """
@@ -48,7 +48,7 @@ TUNED = FOLDER / "support" / "end_to_end_tuned.json"
 DEADLINE_S = 3_600  # of a process that hangs
 NUM_SEEDS = 5
 SHORT_WAYS, SHORT_SEEDS = ("jvarlen", "jvarlen_cached", "group_by_length", "token_batches"), 3
-NUM_DEVICES = os.cpu_count() or 1  # of jvarlen at most
+NUM_DEVICES = os.cpu_count() or 1  # of jvarlen at most: each has rows of its own
 SEED_OF_PILOTS, SEED_BEFORE = 1_000, 1_001  # no run has them
 ONE_RUN = ("longest",)  # takes three times as long as any other
 FIRST_TRIED = {"max_tokens": 1024, "learning_rate": 3e-3}  # where no earlier tuning has chosen
@@ -71,7 +71,6 @@ FULL = {
     "model": {"num_layers": 2, "width": 128, "num_heads": 2},  # what DecoderConfig() is
     "longest": 1024,
     "length_multiple": DEMO.plan.length_multiple,
-    "base_batch_size": 8,
     "horizon": 1_300_000,
     "eval_every": 50_000,
     "target": 3.1,
@@ -105,12 +104,9 @@ def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_
 
 def settings_of(folder: Path, sizes: dict[str, Any], way: str, seed: int) -> Settings:
     files = {"data": str(folder / "data.npz"), "weights": str(folder / f"weights-{seed}.npz")}
-    if not way.startswith("jvarlen") or way == "jvarlen_one_device":
-        return Settings(way=way, seed=seed, **files, **sizes)
-    data_shards = min(NUM_DEVICES, sizes["max_tokens"] // sizes["longest"])
-    # Attention of padded rows takes all cores of one device.
-    tensor_shards = 1 if way == "jvarlen_padded" else math.gcd(NUM_DEVICES // data_shards, sizes["model"]["num_heads"])
-    return Settings(way=way, seed=seed, data_shards=data_shards, tensor_shards=tensor_shards, **files, **sizes)
+    num_rows = sizes["max_tokens"] // sizes["longest"]
+    num_devices = min(NUM_DEVICES, num_rows) if way.startswith("jvarlen") else 1
+    return Settings(way=way, seed=seed, num_devices=num_devices, **files, **sizes)
 
 
 CACHED = ("jvarlen_earlier", "jvarlen_cached")
@@ -118,7 +114,7 @@ CACHED = ("jvarlen_earlier", "jvarlen_cached")
 
 def tuned_as(way: str) -> str:
     """The way whose budget and rate it has."""
-    return "jvarlen" if way in (*CACHED, "jvarlen_one_device") else way
+    return "jvarlen" if way in CACHED else way
 
 
 def is_installed(way: str) -> bool:
@@ -159,17 +155,20 @@ def is_done(settings: Settings, path: Path) -> bool:
     return (made["settings"], made["code"]) == (dataclasses.asdict(settings), commit())
 
 
-def tune(folder: Path, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The budget of positions and the rate that take each way the fewest seconds to the target of a pilot."""
+def tune(folder: Path, sizes: dict[str, Any], ways: list[str]) -> dict[str, Any]:
+    """The budget of positions and the rate that take each way the fewest seconds to the target of a pilot.
+
+    With `ways`, only these are tuned, and the others are kept.
+    """
     prepare(folder, sizes, [SEED_OF_PILOTS], NUM_HELD_OUT_OF_PILOTS)
+    before = json.loads(TUNED.read_text())["ways"] if TUNED.exists() else {}
     answer: dict[str, Any] = {
         "target": PILOT["target"],
         "limit_s": PILOT["limit_s"],
         "seed": SEED_OF_PILOTS,
-        "ways": {},
+        "ways": dict(before) if ways else {},
     }
-    before = json.loads(TUNED.read_text())["ways"] if TUNED.exists() else {}
-    for way in filter(is_installed, [way for way in WAYS if tuned_as(way) == way]):
+    for way in filter(is_installed, [way for way in ways or WAYS if tuned_as(way) == way]):
         tried: dict[tuple[int, float], float] = {}
         first = before.get(way, FIRST_TRIED)
         center = first["max_tokens"], first["learning_rate"]
@@ -276,7 +275,13 @@ def seconds_to_import(modules: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens, and no report")
-    parser.add_argument("--tune", action="store_true", help="try budgets and rates, and keep the best of each way")
+    parser.add_argument(
+        "--tune",
+        nargs="*",
+        choices=list(WAYS),
+        metavar="WAY",
+        help="try budgets and rates of these ways, or all, and keep the best of each",
+    )
     parser.add_argument("--short", action="store_true", help="the ways that compare best, 3 runs each, and no report")
     parser.add_argument("--seeds", type=int, metavar="N", help=f"runs of each way ({NUM_SEEDS})")
     parser.add_argument(
@@ -293,9 +298,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.work or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        if options.tune:
+        if options.tune is not None:
             (folder / "pilots").mkdir(exist_ok=True)
-            tuned = tune(folder / "pilots", sizes)
+            tuned = tune(folder / "pilots", sizes, options.tune)
             TUNED.write_text(json.dumps(tuned, indent=2) + "\n")
             print("\n".join(tuning_table(tuned)))
             return

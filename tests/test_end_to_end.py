@@ -48,7 +48,6 @@ def settings(runs, data, tmp_path):
         max_tokens=64,
         length_multiple=4,
         learning_rate=0.01,
-        base_batch_size=8,
         horizon=1_000,
         eval_every=100,
         target=1.0,
@@ -131,14 +130,14 @@ def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, mo
     np.savez(settings.weights, **hugging_face_tensors(init_params(config, seed=3), config))
     sample = data.train[0][:16]
     data = runs.Data([sample] * 4, [sample[:length] for length in (1, 4, 5, 16)])
-    # At the batch size of these steps, the plan's rate is that of the others.
-    changed = {"longest": 16, "max_tokens": 32, "base_batch_size": 2}
+    # Steps without padding, so that the plan's rate is that of the others.
+    changed = {"longest": 16, "max_tokens": 32}
     same = dataclasses.replace(settings, learning_rate=0.05, horizon=64, **changed)
     ways = {
         "padded": in_jax.PlannedRun(same, data, runs.Stopwatch(), packing="padded", num_shapes=1),
         "packed": in_jax.PlannedRun(same, data, runs.Stopwatch(), packing="best_fit"),
-        "packed, heads split": in_jax.PlannedRun(
-            dataclasses.replace(same, tensor_shards=2), data, runs.Stopwatch(), packing="best_fit"
+        "packed, rows split": in_jax.PlannedRun(
+            dataclasses.replace(same, num_devices=2), data, runs.Stopwatch(), packing="best_fit"
         ),
         "plain": in_jax.PlainRun(same, data, runs.Stopwatch(), in_jax.pad_to_longest),
         "torch": in_torch.train_on_token_batches(same, data, runs.Stopwatch()),

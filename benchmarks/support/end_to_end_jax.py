@@ -40,9 +40,10 @@ from jvarlen.batches.batches import PackedBatch
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed import split_cpu
 from jvarlen.distributed.launch import keep_memory_of_steps
-from jvarlen.models import DecoderConfig, decoder, layered, make_loss_fn
+from jvarlen.models import DecoderConfig, decoder, make_loss_fn
 from jvarlen.models.hugging_face import params_from_tensors
 from jvarlen.planning.budget import Budget
+from jvarlen.training.losses import LossFn
 
 Attend = Callable[..., jax.Array]  # with the arguments of `jvarlen.attend`
 
@@ -60,7 +61,6 @@ class JaxRun:
         self.settings = settings
         model = DecoderConfig(**settings.model)
         self.about: dict[str, Any] = {}
-        self._attend = attend
         self.loss_fn = with_attention(make_loss_fn(model), attend)
         with np.load(settings.weights) as stored:
             self.params = jax.tree.map(jnp.asarray, params_from_tensors(dict(stored), model))
@@ -83,20 +83,20 @@ class JaxRun:
         """Has nothing to note."""
 
 
-def with_attention(function: Callable[..., Any], attend: Attend | None) -> Callable[..., Any]:
-    """The loss of a model, or a layer, whose attention is another one, unless it is None."""
+def with_attention(function: LossFn, attend: Attend | None) -> LossFn:
+    """The loss of a model whose attention is another one, unless it is None."""
     if attend is None:
         return function
 
-    def call(*args: Any) -> Any:
+    def loss(params: Any, batch: Any) -> Any:
         # Layers are traced once for all that have the same settings: not for those with another attention.
         decoder.run_layer.clear_cache()
         with mock.patch.object(decoder, "attend", attend):
-            returned = function(*args)
+            sums = function(params, batch)
         decoder.run_layer.clear_cache()
-        return returned
+        return sums
 
-    return call
+    return loss
 
 
 def attend_by_jax(query: Any, key: Any, value: Any, *, segment_ids: Any = None, **_: Any) -> jax.Array:
@@ -163,23 +163,23 @@ class PlannedRun(JaxRun):
     ):
         super().__init__(settings, data, attend)
         self._watch, self._packing, self._num_shapes = watch, packing, num_shapes
-        words = f"data{settings.data_shards}.tensor{settings.tensor_shards}"
-        self._layout = None if settings.num_devices == 1 else words
+        self._layout = None if settings.num_devices == 1 else f"data{settings.num_devices}"
         self._cache_dir = None if settings.programs is None else Path(settings.programs)
         self._train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
         self._step: Any = None
         with watch("planning"):
             self.plan, reason = self._make_plan()
+            # Packed rows hold about as many tokens a step, and now 1 sample, now 20.
             rates = jvarlen.scale_by_planned_rate(
-                self.plan, settings.schedule, settings.base_batch_size, rule="sqrt", counted_in="tokens"
+                self.plan, settings.schedule, settings.max_tokens, rule="sqrt", unit="tokens", counted_in="tokens"
             )
         with watch("compile"):
             optimizer = optax.chain(adamw(1.0), rates)
-            self._train_step = jvarlen.make_train_step(self._model(), optimizer, layout=self._layout)
+            self._train_step = jvarlen.make_train_step(self.loss_fn, optimizer, layout=self._layout)
             # A copy: steps take the buffers of their state over.
             self._state = self._train_step.init(self.params)
         # The specs of all rows of a step.
-        shapes = [(settings.data_shards * bucket.rows, bucket.length) for bucket in self.plan.buckets.shapes]
+        shapes = [(settings.num_devices * bucket.rows, bucket.length) for bucket in self.plan.buckets.shapes]
         self.num_compiled = len(shapes)
         self.about = {"reason": reason, "is_packed": self.plan.is_packed}
         self.samples = Gated(self._train)
@@ -199,8 +199,8 @@ class PlannedRun(JaxRun):
         settings = self.settings
         lengths = jvarlen.measure_lengths(self._train, progress=False)
         budget = Budget(
-            max_tokens=settings.max_tokens // settings.data_shards,
-            num_microbatches=settings.data_shards,
+            max_tokens=settings.max_tokens // settings.num_devices,
+            num_microbatches=settings.num_devices,
             max_length=settings.longest,
             length_multiple=settings.length_multiple,
         )
@@ -211,13 +211,6 @@ class PlannedRun(JaxRun):
             ), "one packed shape"
         max_shapes = budget.max_shapes if self._num_shapes is None else self._num_shapes
         return plan(dataclasses.replace(budget, max_shapes=max_shapes)), "padded shapes"
-
-    def _model(self) -> Any:
-        """The loss, or the model by layers where devices share its heads."""
-        if self.settings.tensor_shards == 1:
-            return self.loss_fn
-        model = layered(DecoderConfig(**self.settings.model))
-        return model._replace(layer=with_attention(model.layer, self._attend))
 
     def compile(self, when: Literal["ahead", "background"] = "background") -> None:
         """Compiles the step in all shapes of the plan, or begins to."""
@@ -376,7 +369,6 @@ WAYS = {
     "jvarlen": PlannedRun,
     "jvarlen_earlier": earlier,
     "jvarlen_cached": PlannedRun,  # with the programs of that one
-    "jvarlen_one_device": PlannedRun,
     "jvarlen_padded": functools.partial(PlannedRun, packing="padded"),
     "longest": plain(pad_to_longest),
     "powers": plain(pad_to_powers_of_two),
@@ -387,5 +379,5 @@ if __name__ == "__main__":
     runs = json.loads(sys.argv[1])
     if all(given["way"].startswith("jvarlen") for given, _ in runs):
         keep_memory_of_steps()
-    split_cpu(max(Settings(**given).num_devices for given, _ in runs))
+    split_cpu(max(given["num_devices"] for given, _ in runs))
     answer_all(WAYS, runs)

@@ -40,15 +40,13 @@ class Settings:
       longest: positions of the longest row; no sample is longer.
       max_tokens: positions of a batch at most, padding included.
       length_multiple: of a plan.
-      learning_rate: the highest rate; for `jvarlen`, at a batch size of `base_batch_size`.
-      base_batch_size: in samples.
+      learning_rate: the highest rate; for `jvarlen`, of steps of `max_tokens` real tokens.
       horizon: real tokens that the schedule covers; the run ends there at the latest.
       eval_every: real tokens between evaluations.
       target: bits per byte at which the run ends.
       limit_s: seconds after which the run ends.
       programs: folder of compiled programs; None: none are kept.
-      data_shards: of `jvarlen`: parts of the CPU, each with a microbatch of its own.
-      tensor_shards: of `jvarlen`: parts of the CPU that share the heads and features of a microbatch.
+      num_devices: of `jvarlen`: devices of JAX that the CPU is split into, each with a microbatch of its own.
     """
 
     way: str
@@ -60,19 +58,12 @@ class Settings:
     max_tokens: int
     length_multiple: int
     learning_rate: float
-    base_batch_size: int
     horizon: int
     eval_every: int
     target: float
     limit_s: float
     programs: str | None = None
-    data_shards: int = 1
-    tensor_shards: int = 1
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of JAX that the CPU is split into."""
-        return self.data_shards * self.tensor_shards
+    num_devices: int = 1
 
     @property
     def fixed_rows(self) -> int:

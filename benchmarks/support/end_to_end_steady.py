@@ -37,9 +37,7 @@ def make_trainers(settings: Settings, num_shapes: int, *, has_torch: bool) -> It
     data = read_data(settings.data)
     for name, options in OURS.items():
         is_packed = options["packing"] == "best_fit"
-        given = settings if is_packed else dataclasses.replace(settings, tensor_shards=1)
-        if "one of these devices" in name:
-            given = dataclasses.replace(settings, data_shards=1, tensor_shards=1)
+        given = dataclasses.replace(settings, num_devices=1) if "one of these devices" in name else settings
         shapes = None if is_packed else num_shapes
         trainer = end_to_end_jax.PlannedRun(given, data, Stopwatch(), num_shapes=shapes, **options)
         trainer.compile("ahead")

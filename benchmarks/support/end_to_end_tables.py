@@ -44,7 +44,6 @@ class Way(NamedTuple):
 WAYS = {
     "jvarlen": Way("jvarlen", "jvarlen", True),
     "jvarlen_cached": Way("jvarlen, programs of an earlier run", "jvarlen", True),
-    "jvarlen_one_device": Way("jvarlen, the CPU not split", "jvarlen", True),
     "jvarlen_padded": Way("jvarlen, padded shapes", "jvarlen", True),
     "longest": Way("Flax and Optax, padded to the longest", "flax", True),
     "powers": Way("Flax and Optax, powers of two", "flax", True),
@@ -369,12 +368,10 @@ def make_report(
         "",
         "- jvarlen: one packed shape, as `fit` chooses by default; "
         '`make_plan`, `compile_buckets` with `when="background"`, `load`, `keep_memory_of_steps`; '
-        "`scale_by_planned_rate` scales the rate by the square root of samples / "
-        f"{settings.base_batch_size}. With programs of an earlier run: of another seed. "
-        "Attention of packed rows takes one core of a device of JAX, so the CPU is split into devices, one a core at "
-        f"most: `data{settings.data_shards}.tensor{settings.tensor_shards}`. Devices share the rows of a batch, and "
-        'the heads where it has too few rows. One packed shape: `packing="best_fit"`, rows of '
-        f"{settings.longest:,}. Padded shapes: up to 16, "
+        "`scale_by_planned_rate` scales the rate by the square root of the share of the positions of a batch that are "
+        "real tokens. With programs of an earlier run: of another seed. A batch of several rows is spread over devices "
+        "of JAX that the CPU is split into, one a core at most, since attention of packed rows takes one core of a "
+        f'device. One packed shape: `packing="best_fit"`, rows of {settings.longest:,}. Padded shapes: up to 16, '
         f"lengths rounded to {settings.length_multiple}, `Order(new_shape_every=…)`.",
         "- Flax and Optax: attention is `jax.nn.dot_product_attention`, with a mask of T×T where rows are packed.",
         "- Padded to the longest: shuffled samples, as many a batch as the budget has rows of the longest, all in one "
