@@ -25,6 +25,7 @@ import optax
 from support.end_to_end_run import (
     MAX_GRADIENT_NORM,
     OPTIMIZER,
+    PADDED_SHAPES,
     Batch,
     Data,
     Settings,
@@ -147,7 +148,7 @@ class PlannedRun(JaxRun):
       data: samples.
       watch: counts the seconds.
       packing: `"best_fit"`: one packed shape, as `fit` has by default; `"padded"`: padded shapes.
-      num_shapes: the most padded shapes; None for 16.
+      num_shapes: the most padded shapes: more take longer to compile than to train to the target.
       attend: in place of `jvarlen.attend`.
     """
 
@@ -158,7 +159,7 @@ class PlannedRun(JaxRun):
         watch: Stopwatch,
         *,
         packing: Literal["padded", "best_fit"] = "best_fit",
-        num_shapes: int | None = None,
+        num_shapes: int = PADDED_SHAPES,
         attend: Attend | None = None,
     ):
         super().__init__(settings, data, attend)
@@ -209,8 +210,7 @@ class PlannedRun(JaxRun):
             return plan(
                 dataclasses.replace(budget, strategy=(settings.longest,)), packing="best_fit"
             ), "one packed shape"
-        max_shapes = budget.max_shapes if self._num_shapes is None else self._num_shapes
-        return plan(dataclasses.replace(budget, max_shapes=max_shapes)), "padded shapes"
+        return plan(dataclasses.replace(budget, max_shapes=self._num_shapes)), "padded shapes"
 
     def compile(self, when: Literal["ahead", "background"] = "background") -> None:
         """Compiles the step in all shapes of the plan, or begins to."""

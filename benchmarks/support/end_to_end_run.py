@@ -22,6 +22,7 @@ from support.reports import commit
 PARTS = ("planning", "compile", "data", "steps")
 OPTIMIZER = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
 MAX_GRADIENT_NORM = 1.0
+PADDED_SHAPES = 4
 WARMUP_FRACTION, FINAL_FRACTION = 0.1, 0.05
 
 T = TypeVar("T")

@@ -36,10 +36,8 @@ def measure(settings: Settings, *, num_shapes: int, num_turns: int, turn_s: floa
 def make_trainers(settings: Settings, num_shapes: int, *, has_torch: bool) -> Iterator[tuple[str, Trainer]]:
     data = read_data(settings.data)
     for name, options in OURS.items():
-        is_packed = options["packing"] == "best_fit"
         given = dataclasses.replace(settings, num_devices=1) if "one of these devices" in name else settings
-        shapes = None if is_packed else num_shapes
-        trainer = end_to_end_jax.PlannedRun(given, data, Stopwatch(), num_shapes=shapes, **options)
+        trainer = end_to_end_jax.PlannedRun(given, data, Stopwatch(), num_shapes=num_shapes, **options)
         trainer.compile("ahead")
         yield name, trainer
     if has_torch:

@@ -16,6 +16,7 @@ from support.end_to_end_run import (
     FINAL_FRACTION,
     MAX_GRADIENT_NORM,
     OPTIMIZER,
+    PADDED_SHAPES,
     PARTS,
     WARMUP_FRACTION,
     Settings,
@@ -371,8 +372,8 @@ def make_report(
         "`scale_by_planned_rate` scales the rate by the square root of the share of the positions of a batch that are "
         "real tokens. With programs of an earlier run: of another seed. A batch of several rows is spread over devices "
         "of JAX that the CPU is split into, one a core at most, since attention of packed rows takes one core of a "
-        f'device. One packed shape: `packing="best_fit"`, rows of {settings.longest:,}. Padded shapes: up to 16, '
-        f"lengths rounded to {settings.length_multiple}, `Order(new_shape_every=…)`.",
+        f'device. One packed shape: `packing="best_fit"`, rows of {settings.longest:,}. Padded shapes: '
+        f"up to {PADDED_SHAPES}, as more take longer to compile; lengths rounded to {settings.length_multiple}.",
         "- Flax and Optax: attention is `jax.nn.dot_product_attention`, with a mask of T×T where rows are packed.",
         "- Padded to the longest: shuffled samples, as many a batch as the budget has rows of the longest, all in one "
         "shape; `jax.jit`.",
