@@ -77,7 +77,10 @@ def torch_step(config: FitConfig, _: Lengths, shape: Shape) -> tuple[Step, float
     torch_ref.load_params(model, hugging_face_tensors(init_params(config.decoder, config.seed), config.decoder))
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
-        model.parameters(), peak_rate(config), (settings.b1, settings.b2), weight_decay=settings.weight_decay
+        model.parameters(),
+        peak_rate(config, config.decoder),
+        (settings.b1, settings.b2),
+        weight_decay=settings.weight_decay,
     )
 
     def clip(*_: object) -> None:
@@ -112,7 +115,7 @@ def process(make_step: MakeStep, config: FitConfig, lengths: Lengths) -> Iterato
     # Nothing has used a device yet, so that a fork is as good, and need not import all of this.
     context = multiprocessing.get_context("fork" if "--quick" in sys.argv else "spawn")
     pipe, its_pipe = context.Pipe()
-    worker = context.Process(target=serve, args=(make_step, config, lengths, its_pipe))
+    worker = context.Process(target=serve, args=(make_step, config, lengths, its_pipe), daemon=True)
     worker.start()
     its_pipe.close()  # so that receiving from a process that failed raises
     yield pipe
