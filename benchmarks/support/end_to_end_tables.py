@@ -400,8 +400,8 @@ def make_report(
             "Each way has its own budget of positions and its own highest rate: those with the fewest seconds to "
             f"{tuned['target']} bits, without planning and compiling; seed {tuned['seed']}, one run of each, of up to "
             f"{tuned['limit_s']:.0f} seconds. From the choice of an earlier tuning on, twice and half the budget and "
-            "the rate are tried until none is better. Ways may have been tuned on different machines: compare the seconds "
-            "of one way only. What was chosen is in bold:",
+            "the rate are tried until none is better. Ways may have been tuned on different machines: compare the "
+            "seconds of one way only. What was chosen is in bold:",
             "",
             *tuning_table(tuned),
         ]
